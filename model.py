@@ -248,12 +248,12 @@ class Policy(nn.Module):
             raise UserError(f"{folder}: the checkpoint lacks {len(missing)} tensors, among them {min(missing)}")
         return policy
 
-    def save(self, folder, source) -> None:
+    def save(self, folder, source=None) -> None:
         """Writes model.safetensors in the working dtype; config, tokenizer and template files come from `source`."""
-        folder, source = Path(folder), Path(source)
+        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for pattern in ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "LICENSE*"):
-            for file in source.glob(pattern):
+        for pattern in ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "LICENSE*") if source else ():
+            for file in Path(source).glob(pattern):
                 if not file.name.endswith(".safetensors.index.json"):
                     shutil.copyfile(file, folder / file.name)
         tensors = {name: p.detach().cpu().contiguous().clone() for name, p in self.named_parameters()}
