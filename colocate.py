@@ -22,6 +22,7 @@ import os
 import random
 import sys
 import time
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -56,7 +57,8 @@ class ColocatedEngine:
         if self.cuda:
             check_free_memory(gpu_memory_utilization)
         prepare_environment()
-        with random_state_kept():
+        with random_state_kept(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # vLLM walks through torch's deprecated names
             import vllm
             self.vllm = vllm
             self.llm = vllm.LLM(
@@ -259,3 +261,73 @@ def random_state_kept():
         torch.set_rng_state(states[2])
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# torchrun colocate.py MODEL
+# ---------------------------------------------------------------------------------------------------------------
+
+def main() -> None:
+    """Times the handoff on this machine and proves it, with weights that are on no disk: the model's, changed by 1 %."""
+    parser = argparse.ArgumentParser(description="Times and proves the weight handoff: torchrun colocate.py MODEL")
+    parser.add_argument("model", help="a Hugging Face folder")
+    parser.add_argument("--rounds", type=int, default=4, help="sleeps and wakes; each with other weights")
+    parser.add_argument("--sequences", type=int, default=16, help="completions that each round generates")
+    parser.add_argument("--gpu_memory_utilization", type=float, default=0.3)
+    parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
+    args = parser.parse_args()
+    try:
+        check_environment(torch.cuda.is_available())
+        prove(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def prove(args) -> None:
+    """One line a round: milliseconds of each part, memory of the whole card, log-probability gap, checksum."""
+    from model import Policy, token_logprobs  # only this demonstration needs a trainer beside the engine
+    cuda, rank = torch.cuda.is_available(), int(os.environ["RANK"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl" if cuda else "gloo")
+    dtype = getattr(torch, args.dtype)
+    policy, before = Policy.from_folder(args.model, device, dtype), used_gib(cuda)
+    engine = ColocatedEngine(args.model, dtype=dtype, max_model_len=256, max_num_seqs=args.sequences,
+                             gpu_memory_utilization=args.gpu_memory_utilization, enforce_eager=not cuda)
+    say = print if rank == 0 else lambda *a: None
+    say(f"{args.model}: {sum(p.numel() * p.element_size() for p in policy.parameters()) / 1e9:.2f} GB of {args.dtype} "
+        f"in {len(list(policy.parameters()))} tensors on each of {os.environ['WORLD_SIZE']} ranks")
+    prompt = [t % policy.config.vocab_size for t in range(3, 40)]
+    for turn in range(args.rounds):
+        asleep = used_gib(cuda)
+        engine.wake(policy.named_parameters())
+        [group] = engine.generate([prompt], n=args.sequences, max_tokens=64, temperature=1.0, seeds=[turn],
+                                  eos_token_ids=[])
+        awake = used_gib(cuda)
+        with torch.no_grad():
+            stream = torch.tensor([t for ids, _ in group for t in prompt + ids], device=device)
+            hidden = policy.packed(stream, [len(prompt) + len(ids) for ids, _ in group]).split(
+                [len(prompt) + len(ids) for ids, _ in group])
+            ours = torch.cat([token_logprobs(h[len(prompt) - 1:-1], policy.head_weight,
+                                             torch.tensor(ids, device=device))[0] for h, (ids, _) in zip(hidden, group)])
+        gap = (ours.cpu() - torch.tensor([p for _, logps in group for p in logps])).abs()
+        engine.sleep()
+        parts = "  ".join(f"{name} {engine.times[name] * 1e3:.0f}" for name in ("wake", "push", "kv", "sleep"))
+        memory = f"  memory before {before:.1f}, asleep {asleep:.1f}, awake {awake:.1f} GiB  checksum equal"
+        say(f"round {turn}  {parts} ms  gap mean {gap.mean():.1e} max {gap.max():.1e}{memory if cuda else ''}")
+        with torch.no_grad():
+            for p in policy.parameters():
+                p.mul_(1 + 0.01 * torch.randn_like(p))
+    torch.distributed.barrier()
+    engine.close()
+
+
+def used_gib(cuda: bool) -> float:
+    free, total = torch.cuda.mem_get_info() if cuda else (0, 0)
+    return (total - free) / 2**30
+
+
+if __name__ == "__main__":
+    main()

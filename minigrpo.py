@@ -108,7 +108,7 @@ class Config:
 
 # What the bare command runs: about two minutes on two CPU cores.
 TINY = dict(prompts_per_step=32, num_generations=16, max_completion_length=4, max_prompt_length=8, learning_rate=1e-3,
-            max_steps=200, eval_steps=25)
+            lr_scheduler_type="linear", max_grad_norm=0.2, max_steps=200, eval_steps=25)
 
 REFUSED = {  # options that people bring along, and why they are not here
     **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -248,6 +248,11 @@ class World:
             dist.destroy_process_group()
 
 
+# torch 2.13 renamed both and warns at the old names; 2.11 has only those.
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class ShardedAdamW:
     """AdamW whose fp32 master weights and moments are cut over the ranks (ZeRO stage 2).
 
@@ -295,7 +300,7 @@ class ShardedAdamW:
         grad = self.grads[self.shard]
         if self.world.size > 1:
             grad = torch.empty_like(self.master)
-            dist.reduce_scatter_tensor(grad, self.grads)
+            REDUCE_SCATTER(grad, self.grads)
         self.grads = None
         squares = grad.square().sum(dtype=torch.float64)
         if self.world.size > 1:
@@ -308,7 +313,7 @@ class ShardedAdamW:
             self.master.grad = None
             self.weights[self.shard].copy_(self.master)
             if self.world.size > 1:
-                dist.all_gather_into_tensor(self.weights, self.weights[self.shard].clone())
+                ALL_GATHER(self.weights, self.weights[self.shard].clone())
         return norm
 
 
@@ -501,7 +506,7 @@ TINY_CONFIG = dict(
     intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=64,
     max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=True, torch_dtype="float32",
     bos_token_id=None, eos_token_id=12, pad_token_id=13)
-WARM_START = dict(steps=80, wrong=0.4, learning_rate=1e-3)
+WARM_START = dict(steps=120, wrong=0.4, learning_rate=1e-3)
 
 
 def write_tiny_model(folder: Path, seed: int) -> None:
@@ -687,7 +692,10 @@ def load(c: Config, folder: Path, world: World) -> tuple[Tokenizer, PromptSet, l
     columns = dict(max_prompt_length=c.max_prompt_length, system_prompt=c.system_prompt or None,
                    prompt_column=c.prompt_column or None, answer_column=c.answer_column or None)
     prompts = load_prompts(c.data, tokenizer, **columns)
-    held_out = load_prompts(c.eval_data, tokenizer, **columns).train if c.eval_data else prompts.held_out
+    held_out = prompts.held_out
+    if c.eval_data:
+        other = load_prompts(c.eval_data, tokenizer, **columns)
+        held_out = other.held_out or other.train
     if c.max_steps == -1:
         c.max_steps = math.ceil(c.num_train_epochs * len(prompts.train) / c.prompts_per_step)
     dtype = {"auto": torch.bfloat16 if world.cuda else torch.float32}.get(c.dtype) or getattr(torch, c.dtype)

@@ -1,0 +1,738 @@
+"""data.py against transformers (rendering, token ids) and against values worked out by hand (the rest)."""
+
+import csv
+import hashlib
+import itertools
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import tokenizers
+import transformers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+import data
+from data import Prompt, Tokenizer, UserError, load_prompts, prompt_indices, sample_seed
+
+TEMPLATES = Path(__file__).parent / "fixtures_data"
+NAMES = ["qwen2_5", "qwen3", "llama3", "llama3_2", "smollm2", "deepseek_r1_distill"]
+SPECIAL = ["<bos>", "<eos>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>",
+           "<|start_header_id|>", "<|end_header_id|>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>",
+           "<｜User｜>", "<｜Assistant｜>"]
+MODEL_TOKENS = {  # what each model's tokenizer_config.json says
+    "qwen2_5": {"bos_token": None, "eos_token": "<|im_end|>", "add_bos_token": False},
+    "qwen3": {"bos_token": None, "eos_token": "<|im_end|>", "add_bos_token": False},
+    "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+    "llama3_2": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+    "smollm2": {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>"},
+    "deepseek_r1_distill": {
+        "bos_token": {"__type": "AddedToken", "content": "<｜begin▁of▁sentence｜>", "lstrip": False,
+                      "normalized": True, "rstrip": False, "single_word": False},
+        "eos_token": "<｜end▁of▁sentence｜>", "add_bos_token": True},
+}
+CONVERSATIONS = [
+    [{"role": "user", "content": "What is 25 + 60? Answer with just the number."}],
+    [{"role": "system", "content": "  Be <b>brief</b> & 'kind'.\n"},
+     {"role": "user", "content": "  hi\t\n\nüñ 你好 "}],
+    [{"role": "user", "content": "one"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\ntwo"},
+     {"role": "user", "content": "three {{ messages }} {% raw %}"}],
+]
+CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+@pytest.fixture(scope="session")
+def bpe():
+    """A byte-level BPE with a few hundred merges, and the special tokens of all the models."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.train_from_iterator(
+        ["What is the answer to this question? Answer with just the number.", "assistant user system"] * 3,
+        trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                            special_tokens=SPECIAL, show_progress=False))
+    return made.to_str()
+
+
+@pytest.fixture
+def make_folder(tmp_path, bpe):
+    """make_folder(template=…, prefix=["<bos>"], suffix=[…], **files): a model folder without weights."""
+    def make(template=None, prefix=(), suffix=(), settings=None, name="model", **files):
+        folder = tmp_path / name
+        folder.mkdir()
+        made = tokenizers.Tokenizer.from_str(bpe)
+        if prefix or suffix:
+            made.post_processor = processors.TemplateProcessing(
+                single=[*prefix, "$A", *suffix],
+                special_tokens=[(t, made.token_to_id(t)) for t in [*prefix, *suffix]])
+        made.save(str(folder / "tokenizer.json"))
+        own = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", **(settings or {})}
+        if template is not None:
+            own["chat_template"] = template
+        for stem, content in {"tokenizer_config": own, **files}.items():
+            (folder / f"{stem}.json").write_text(json.dumps(content), encoding="utf-8")
+        return folder
+    return make
+
+
+@pytest.fixture
+def chat(make_folder):
+    return Tokenizer(make_folder(CHATML))
+
+
+@pytest.fixture
+def plain(make_folder):
+    return Tokenizer(make_folder(name="plain"))
+
+
+@pytest.fixture
+def load(tmp_path, chat):
+    """load(name, content, …): writes the file, loads it."""
+    def load(name, content, tokenizer=None, max_prompt_length=200, **options):
+        path = tmp_path / name
+        if isinstance(content, list):
+            content = "".join(json.dumps(row) + "\n" for row in content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return load_prompts(str(path), tokenizer or chat, max_prompt_length=max_prompt_length, **options)
+    return load
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def oracle(folder, messages, **options):
+    """(text, ids) that transformers makes of the messages."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    options = {"add_generation_prompt": True, "return_dict": False, **options}
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    return text, tokenizer.apply_chat_template(messages, **options)
+
+
+# -------------------------------------------------------------------------------------------------- templates
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_real_templates_render_as_in_transformers(make_folder, name):
+    template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    prefix = {"llama": ["<|begin_of_text|>"], "deeps": ["<｜begin▁of▁sentence｜>"]}.get(name[:5], [])
+    folder = make_folder(template, prefix=prefix, settings=MODEL_TOKENS[name])
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.has_chat_template
+    for messages in CONVERSATIONS:
+        text, ids = oracle(folder, messages)
+        assert tokenizer.render(messages) == text
+        assert tokenizer.encode(messages) == ids
+        assert len(ids) > 20 and messages[-1]["content"].strip() in text
+
+
+def test_template_arguments_reach_the_template(make_folder):
+    folder = make_folder((TEMPLATES / "qwen3.jinja").read_text(), settings=MODEL_TOKENS["qwen3"])
+    text, ids = oracle(folder, CONVERSATIONS[0], enable_thinking=False)
+    assert Tokenizer(folder).render(CONVERSATIONS[0], enable_thinking=False) == text
+    assert text.endswith("<think>\n\n</think>\n\n") and text != Tokenizer(folder).render(CONVERSATIONS[0])
+    assert Tokenizer(folder).encode(CONVERSATIONS[0], enable_thinking=False) == ids
+    llama = make_folder((TEMPLATES / "llama3_2.jinja").read_text(), name="llama")
+    assert "Today Date: 1 Jan" in Tokenizer(llama).render(CONVERSATIONS[0], date_string="1 Jan")
+
+
+EVERY_HELPER = """{%- if tools is not none or documents is not none %}TOOLS{% endif %}
+{{ bos_token }}{{ eos_token }}{{ image_token }}{{ nothing }}
+    {% for m in messages %}
+        {% if m['content'] == 'skip' %}{% continue %}{% endif %}
+        {% if m['content'] == 'stop' %}{% break %}{% endif %}
+        {{ m | tojson }}{{ m | tojson(indent=2, sort_keys=true) }}{{ m | tojson(true) }}{{ m.role | upper }}
+        {%- generation %} [{{ m['content'] }}] {% endgeneration %}
+    {% endfor %}
+{# a comment #}
+{{ strftime_now('%Y-%m') }} {{ add_generation_prompt }}
+"""
+
+
+def test_every_helper_of_transformers_is_there(make_folder):
+    own = {"bos_token": "<bos>", "image_token": "<|im_end|>", "unk_token": None}
+    folder = make_folder(EVERY_HELPER, settings=own)
+    messages = [{"role": "user", "content": text} for text in ("<a> & 'é'\n", "skip", "b", "stop", "c")]
+    text, ids = oracle(folder, messages)
+    assert Tokenizer(folder).render(messages) == text
+    assert Tokenizer(folder).encode(messages) == ids
+    assert "<a> & 'é'" in text and "<bos><eos><|im_end|>\n" in text
+    assert "TOOLS" not in text and "skip" not in text and "stop" not in text
+
+
+def test_a_template_cannot_reach_python(make_folder):
+    escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(UserError, match="refuses these messages.*unsafe"):
+        Tokenizer(make_folder(escape)).render(user("hi"))
+    with pytest.raises(UserError, match="refuses these messages"):
+        Tokenizer(make_folder("{% set _ = messages.append(1) %}", name="other")).render(user("hi"))
+
+
+def test_where_the_template_comes_from(make_folder, tmp_path):
+    assert not Tokenizer(make_folder(name="none")).has_chat_template
+    several = [{"name": "default", "template": "first"}, {"name": "tool_use", "template": "second"}]
+    folder = make_folder(several)
+    assert Tokenizer(folder).render([]) == "first"
+    assert Tokenizer(folder, chat_template="tool_use").render([]) == "second"
+    (folder / "chat_template.jinja").write_bytes(b"\xef\xbb\xbffile\r\n{{ 1 }}")  # wins over the config
+    assert Tokenizer(folder).render([]) == "file\n1"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    assert Tokenizer(folder, chat_template="rag").render([]) == "rag"
+    assert Tokenizer(folder).render([]) == "file\n1"
+    override = tmp_path / "mine.jinja"
+    override.write_text("mine {{ messages | length }}")
+    assert Tokenizer(folder, chat_template=str(override)).render([]) == "mine 0"
+    with pytest.raises(UserError, match=r"--chat_template nope.jinja.*default, rag"):
+        Tokenizer(folder, chat_template="nope.jinja")
+    with pytest.raises(UserError, match=r"several chat templates.*--chat_template \(a, b\)"):
+        Tokenizer(make_folder([{"name": n, "template": n} for n in "ab"], name="no_default"))
+    with pytest.raises(UserError, match=r"--chat_template default.*has: none"):
+        Tokenizer(make_folder(name="bare"), chat_template="default")
+
+
+def test_template_errors_say_what_to_do(make_folder):
+    with pytest.raises(UserError, match=r"config.json \(default\), line 2: not a jinja.*--chat_template"):
+        Tokenizer(make_folder("ok\n{% for %}", name="syntax"))
+    picky = Tokenizer(make_folder("{{ raise_exception('System role not supported') }}", name="picky"))
+    with pytest.raises(UserError, match="template of .*picky refuses these messages: System role not supp"):
+        picky.render(user("hi"))
+    broken = Tokenizer(make_folder("{{ messages[0]['content'] + 1 }}", name="broken"))
+    with pytest.raises(UserError, match="refuses these messages"):
+        broken.encode(user("hi"))
+
+
+# -------------------------------------------------------------------------------------------------- token ids
+
+
+@pytest.mark.parametrize("template_writes_bos", [False, True])
+@pytest.mark.parametrize("processor_adds_bos", [False, True])
+@pytest.mark.parametrize("add_bos_token", [None, True, False])
+def test_bos_exactly_once(make_folder, template_writes_bos, processor_adds_bos, add_bos_token):
+    config = {"bos_token": "<bos>"} | ({} if add_bos_token is None else {"add_bos_token": add_bos_token})
+    tokenizer = Tokenizer(make_folder(("{{ bos_token }}" if template_writes_bos else "") + CHATML,
+                                      prefix=["<bos>"] if processor_adds_bos else [], settings=config))
+    belongs = processor_adds_bos if add_bos_token is None else add_bos_token
+    chat, text = tokenizer.encode(user("hi")), tokenizer.encode("hi")
+    assert chat.count(0) == (belongs or template_writes_bos) and 0 not in chat[1:]
+    assert text.count(0) == belongs and 0 not in text[1:]
+    assert tokenizer.encode("<bos>hi").count(0) == 1  # already there, as text
+    assert tokenizer.encode("")[:1] == ([0] if belongs else [])
+
+
+def test_text_is_encoded_as_in_transformers(make_folder):
+    folder = make_folder(CHATML, prefix=["<bos>"], settings={"bos_token": "<bos>"})
+    mine, theirs = Tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    for text in ["7+5=", "  What is\tthe answer \n\n", "你好 üñ 𝔘", "<|im_end|>in<eos>", ""]:
+        assert mine.encode(text) == theirs(text).input_ids
+        ids = theirs(text).input_ids
+        assert mine.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert mine.decode(mine.encode("a<|im_end|> b")) == "a b"
+
+
+def test_a_prompt_never_ends_in_an_added_eos_and_is_never_cut(make_folder):
+    folder = make_folder(CHATML, prefix=["<bos>"], suffix=["<eos>"], settings={"bos_token": "<bos>"})
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.enable_truncation(5)
+    made.enable_padding(length=50)
+    made.save(str(folder / "tokenizer.json"))
+    ids = Tokenizer(folder).encode("a b c d e f g h")
+    assert len(ids) == 16 and ids[0] == 0 and 1 not in ids
+    only_suffix = make_folder(CHATML, suffix=["<eos>"], name="suffix")
+    assert 1 not in Tokenizer(only_suffix).encode("hi")
+
+
+def test_tokenizer_json_is_followed_to_the_letter(make_folder):
+    """A pre-tokenizer that splits digits survives the class in tokenizer_config.json (SmolLM2 has both)."""
+    folder = make_folder(CHATML, settings={"tokenizer_class": "GPT2Tokenizer"})
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
+                                                  pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    made.save(str(folder / "tokenizer.json"))
+    expected = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    for text in ["  7+5=", "What is 12 + 34?", "the answer   is   1234"]:
+        assert Tokenizer(folder).encode(text) == expected(text).input_ids
+
+
+def test_without_a_template_messages_become_plain_text(plain):
+    messages = [{"role": "system", "content": "Think."}, {"role": "user", "content": "7+5="}]
+    assert plain.render(messages) == "Think.\n\n7+5="
+    assert plain.encode(messages) == plain.encode("Think.\n\n7+5=")
+    assert plain.render(user("7+5=")) == "7+5="
+
+
+@pytest.mark.parametrize("generation, config, own, expected", [
+    ({"eos_token_id": [3, 4]}, {"eos_token_id": 9}, "<eos>", [1, 3, 4]),  # SPECIAL's index is the id
+    ({"eos_token_id": 4}, {"eos_token_id": 9}, "<|im_end|>", [4]),
+    ({"bos_token_id": 0}, {"eos_token_id": [9, 2]}, "<eos>", [1, 2, 9]),  # generation_config.json has none
+    (None, {"eos_token_id": 9}, "not in the vocabulary", [9]),
+    (None, None, {"content": "<eos>", "special": True}, [1]),
+])
+def test_eos_ids(make_folder, generation, config, own, expected):
+    files = {"generation_config": generation, "config": config}
+    folder = make_folder(settings={"eos_token": own}, **{k: v for k, v in files.items() if v is not None})
+    assert Tokenizer(folder).eos_token_ids == expected
+
+
+def test_special_tokens_of_older_folders(make_folder):
+    folder = make_folder("{{ bos_token }}{{ eos_token }}", settings={"eos_token": "<eos>"},
+                         special_tokens_map={"bos_token": {"content": "<bos>"}, "eos_token": "<|im_end|>",
+                                             "additional_special_tokens": ["<|im_start|>"]})
+    assert Tokenizer(folder).render([]) == "<bos><eos>"  # tokenizer_config.json wins
+
+
+def test_folder_errors(make_folder, tmp_path):
+    with pytest.raises(UserError, match="absent/tokenizer.json is missing: --model"):
+        Tokenizer(tmp_path / "absent")
+    folder = make_folder()
+    assert Tokenizer(str(folder)).vocab_size == len(transformers.AutoTokenizer.from_pretrained(folder)) > 256
+    (folder / "generation_config.json").write_text('{\n"eos_token_id": 1,\n}')
+    with pytest.raises(UserError, match="generation_config.json, line 3, column 1: broken JSON"):
+        Tokenizer(folder)
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "mod')
+    with pytest.raises(UserError, match="tokenizer.json cannot be read .*fetch the model again"):
+        Tokenizer(folder)
+    with pytest.raises(UserError, match="names no EOS token: put eos_token_id into generation_config.json"):
+        Tokenizer(make_folder(settings={"eos_token": None}, name="no_eos"))
+
+
+def test_text_that_has_no_tokens(chat):
+    with pytest.raises(UserError, match="cannot encode"):
+        chat.encode("half a pair: \ud83d")
+
+
+# --------------------------------------------------------------------------------------------- built-in tasks
+
+
+def test_digits_task_and_its_tokenizer(tmp_path):
+    data.write_digits_tokenizer(tmp_path / "tiny")
+    tokenizer = Tokenizer(tmp_path / "tiny")
+    assert (tokenizer.vocab_size, tokenizer.eos_token_ids, tokenizer.has_chat_template) == (14, [12], False)
+    assert tokenizer.encode("0123456789+=") == list(range(12))
+    assert tokenizer.decode([1, 2, 12]) == "12" and tokenizer.decode([13, 1, 10, 12, 12]) == "1+"
+    prompts = load_prompts("digits", tokenizer, max_prompt_length=4)
+    assert len(prompts.train) == 100 and prompts.train == prompts.held_out
+    assert prompts.notes == ["100 prompts from 'prompt', gold answers from 'answer'"]
+    assert prompts.train[75] == Prompt("7+5=", [7, 10, 5, 11], {"answer": "12"})
+    assert {p.prompt: p.columns["answer"] for p in prompts.train} == {
+        f"{a}+{b}=": str(a + b) for a in range(10) for b in range(10)}
+    with pytest.raises(UserError, match="digits: 100 of 100 prompts are longer than --max_prompt_length 3"):
+        load_prompts("digits", tokenizer, max_prompt_length=3)
+    # Letters have no tokens here; a prompt must not lose them silently.
+    with pytest.raises(UserError, match="sums, prompt 1: the tokenizer of .*tiny cannot encode 'What is"):
+        load_prompts("sums", tokenizer, max_prompt_length=99)
+    with pytest.raises(UserError, match="digits, prompt 1: the tokenizer of .*tiny cannot encode 'Think"):
+        load_prompts("digits", tokenizer, max_prompt_length=99, system_prompt="Think")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tiny")
+    assert theirs("7+5=").input_ids == [7, 10, 5, 11]
+    assert theirs.decode([1, 2, 12], skip_special_tokens=True) == "12"
+    assert (theirs.eos_token_id, theirs.pad_token_id, len(theirs)) == (12, 13, 14)
+
+
+def test_sums_task(chat):
+    rng = random.Random(0)
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    rng.shuffle(pairs)
+    expected = [(user(f"What is {a} + {b}? Answer with just the number."), str(a + b)) for a, b in pairs]
+    random.seed(5)
+    state = random.getstate()
+    prompts = load_prompts("sums", chat, max_prompt_length=128)
+    assert random.getstate() == state
+    assert [(p.prompt, p.columns["answer"]) for p in prompts.held_out] == expected[:512]
+    assert [(p.prompt, p.columns["answer"]) for p in prompts.train] == expected[512:]
+    assert len(prompts.train) == 8100 - 512 and prompts.train[0].columns.keys() == {"answer"}
+    assert prompts.train[7].token_ids == chat.encode(expected[519][0])
+    with_system = load_prompts("sums", chat, max_prompt_length=128, system_prompt="Be brief.")
+    assert with_system.train[0].prompt == [{"role": "system", "content": "Be brief."}, *expected[512][0]]
+    assert prompts.fingerprint == load_prompts("sums", chat, max_prompt_length=100).fingerprint
+    assert prompts.fingerprint != load_prompts("digits", chat, max_prompt_length=100).fingerprint
+    with pytest.raises(UserError, match=r"sums: --answer_column 'gold' is not there.*answer, question\)"):
+        load_prompts("sums", chat, max_prompt_length=128, answer_column="gold")
+    # A limit that only some prompts pass would change the split: with "10" as one token, 90 + 89 are shorter.
+    longest = len(prompts.train[0].token_ids)
+    chat._tokenizer.add_tokens(["10"])
+    assert len(load_prompts("sums", chat, max_prompt_length=longest).held_out) == 512
+    with pytest.raises(UserError, match=rf"sums: {8100 - 179} of 8100 prompts are longer"):
+        load_prompts("sums", chat, max_prompt_length=longest - 1)
+
+
+# ---------------------------------------------------------------------------------------------------- layouts
+
+
+REPLY = {"role": "assistant", "content": "yo"}
+
+
+@pytest.mark.parametrize("row, prompt, columns", [
+    pytest.param({"question": "2+2?", "answer": "Two and two.\n#### 4"}, user("2+2?"),
+                 {"answer": "Two and two.\n#### 4"}, id="gsm8k"),
+    pytest.param({"problem": "2+2?", "solution": "It is $\\boxed{4}$.", "level": 1}, user("2+2?"),
+                 {"solution": "It is $\\boxed{4}$.", "level": 1, "answer": "It is $\\boxed{4}$."},
+                 id="math-solution"),
+    pytest.param({"problem": "2+2?", "solution": "…\\boxed{4}", "answer": "4"}, user("2+2?"),
+                 {"solution": "…\\boxed{4}", "answer": "4"}, id="math-answer"),
+    pytest.param({"problem": "2+2?", "solution": "\\boxed{4}", "answer": None}, user("2+2?"),
+                 {"solution": "\\boxed{4}", "answer": "\\boxed{4}"}, id="math-answer-null"),
+    pytest.param({"prompt": "The sky is", "gold": 3, "tags": ["a", None], "none": None}, "The sky is",
+                 {"gold": 3, "tags": ["a", None], "none": None, "answer": None}, id="trl-text"),
+    pytest.param({"prompt": user("hi"), "solution": "$\\frac12$"}, user("hi"),
+                 {"solution": "$\\frac12$", "answer": "$\\frac12$"}, id="trl-messages"),
+    pytest.param({"prompt": json.dumps(user("hi")), "answer": 4.5}, user("hi"), {"answer": 4.5},
+                 id="trl-json-string"),
+    pytest.param({"prompt": '[{"x": 1}] is JSON', "answer": "yes"}, '[{"x": 1}] is JSON', {"answer": "yes"},
+                 id="text-that-begins-like-json"),
+    pytest.param({"messages": [*user("hi"), REPLY]}, user("hi"), {"answer": "yo"}, id="messages-with-reply"),
+    pytest.param({"messages": [*user("hi"), REPLY], "answer": "x"}, user("hi"), {"answer": "x"},
+                 id="messages-with-answer"),
+    pytest.param({"prompt": [{"role": "user", "content": "hi", "tool_calls": None, "name": "ann"}], "n": 1},
+                 [{"role": "user", "content": "hi", "name": "ann"}], {"n": 1, "answer": None},
+                 id="null-fields-of-parquet"),
+    pytest.param({"data_source": "gsm8k", "prompt": user("hi"), "ability": "math", "extra_info": {"index": 0},
+                  "reward_model": {"style": "rule", "ground_truth": "72"}}, user("hi"),
+                 {"data_source": "gsm8k", "ability": "math", "extra_info": {"index": 0}, "answer": "72",
+                  "reward_model": {"style": "rule", "ground_truth": "72"}}, id="verl"),
+    pytest.param({"nums": [3, 5, 7], "target": 22},
+                 user("Using each of the numbers 3, 5, 7 exactly once, with + - * / and parentheses, write "
+                      "an expression that equals 22. Put it into <answer> </answer>."),
+                 {"nums": [3, 5, 7], "target": 22, "answer": 22}, id="countdown"),
+    pytest.param({"prompt": "p", "question": "q", "target": "t"}, "p",
+                 {"question": "q", "target": "t", "answer": "t"}, id="prompt-before-question"),
+])
+def test_layouts(load, chat, row, prompt, columns):
+    [loaded] = load("data.jsonl", [row]).train
+    assert loaded.prompt == prompt
+    assert loaded.columns == columns
+    assert loaded.token_ids == chat.encode(prompt)
+
+
+def test_columns_chosen_by_hand(load):
+    row = {"prompt": "not this", "question": "q", "gold": 7, "answer": "old", "x.y": "dot",
+           "meta": {"a": {"b": "deep"}}}
+    by_hand = load("data.jsonl", [row], prompt_column="question", answer_column="gold").train[0]
+    assert by_hand.prompt == user("q")
+    assert by_hand.columns == {
+        "prompt": "not this", "gold": 7, "meta": row["meta"], "x.y": "dot", "answer": 7}
+    nested = load("data.jsonl", [row], prompt_column="meta.a.b", answer_column="x.y").train[0]
+    assert nested.prompt == user("deep")
+    assert nested.columns["answer"] == "dot" and nested.columns["question"] == "q"
+    for option in "prompt_column", "answer_column":
+        with pytest.raises(UserError, match=rf"--{option} 'absent' is not there.*columns: answer, gold"):
+            load("data.jsonl", [row], **{option: "absent"})
+
+
+def test_rows_with_different_columns_get_all_of_them(load):
+    rows = [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2", "level": 3}, {"question": "c"}]
+    assert [p.columns for p in load("data.jsonl", rows).train] == [
+        {"answer": "1", "level": None}, {"answer": "2", "level": 3}, {"answer": None, "level": None}]
+
+
+def test_system_prompt(load, plain):
+    own = [{"role": "system", "content": "mine"}, *user("c")]
+    system = {"role": "system", "content": "Think first."}
+    rows = [{"prompt": "a"}, {"prompt": user("b")}, {"prompt": own}]
+    prompts = [p.prompt for p in load("data.jsonl", rows, system_prompt="Think first.").train]
+    assert prompts == [[system, *user("a")], [system, *user("b")], own]
+    assert [p.prompt for p in load("data.jsonl", rows).train] == ["a", user("b"), own]
+    text = load("data.jsonl", [{"question": "b"}], tokenizer=plain, system_prompt="Think first.").train[0]
+    assert plain.decode(text.token_ids) == "Think first.\n\nb"
+
+
+# ---------------------------------------------------------------------------------------------------- formats
+
+
+ROWS = [{"question": "one, \"two\"", "answer": "#### 1"},
+        {"question": "ü 你\u2028好\nnext", "answer": "#### 2"}]
+
+
+def as_csv(rows, newline="\r\n", bom=""):
+    lines = [["question", "answer"], *([r["question"], r["answer"]] for r in rows)]
+    quoted = [",".join('"' + field.replace('"', '""') + '"' for field in line) for line in lines]
+    return bom + newline.join(quoted)
+
+
+def as_lines(rows, newline="\n"):
+    return newline.join(json.dumps(row, ensure_ascii=False) for row in rows)
+
+
+@pytest.mark.parametrize("name, content", [
+    ("a.jsonl", as_lines(ROWS) + "\n"),
+    ("no_final_newline.jsonl", as_lines(ROWS)),
+    ("crlf.jsonl", as_lines(ROWS, "\r\n") + "\r\n"),
+    ("bom.jsonl", "\ufeff" + as_lines(ROWS)),
+    ("blank_lines.jsonl", "\n  \n" + as_lines(ROWS, "\n\n\r\n") + "\n\n\n"),
+    ("UPPER.JSONL", as_lines(ROWS)),
+    ("list.json", json.dumps(ROWS, indent=2)),
+    ("bom.json", "\ufeff\n" + json.dumps(ROWS)),
+    ("lines.json", as_lines(ROWS)),
+    ("a.csv", as_csv(ROWS)),
+    ("bom.csv", as_csv(ROWS, bom="\ufeff") + "\r\n"),
+    ("unix_and_blank.csv", as_csv(ROWS, "\n\n") + "\n\n"),
+])
+def test_formats(load, name, content):
+    loaded = load(name, content)
+    assert [(p.prompt, p.columns) for p in loaded.train] == [
+        (user(row["question"]), {"answer": row["answer"]}) for row in ROWS]
+    assert loaded.held_out == []
+    raw = content.encode()
+    assert loaded.fingerprint == hashlib.sha256(raw).hexdigest() != load(name, raw + b"\n").fingerprint
+
+
+def test_csv_values_are_text_and_countdown_becomes_numbers(load, tmp_path):
+    with open(tmp_path / "source.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["nums", "target", "id"], [[3, 5, 7], 22, 1], [[1.5, 2], 3, 2]])
+    prompts = load("countdown.csv", (tmp_path / "source.csv").read_bytes()).train
+    assert [p.columns for p in prompts] == [{"nums": [3, 5, 7], "target": 22, "id": "1", "answer": 22},
+                                            {"nums": [1.5, 2], "target": 3, "id": "2", "answer": 3}]
+    assert "numbers 3, 5, 7 exactly" in prompts[0].prompt[0]["content"]
+    assert load("breaks.csv", 'question\r\n"a\r\nb\n"').train[0].prompt == user("a\r\nb\n")
+    messages = json.dumps(user("hi")).replace('"', '""')
+    assert load("chat.csv", f'prompt,answer\n"{messages}",\n').train[0] == Prompt(
+        user("hi"), load("x.jsonl", [{"prompt": user("hi")}]).train[0].token_ids, {"answer": ""})
+
+
+def test_parquet(load, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    import datetime
+    import pyarrow.parquet
+    verl = [{"prompt": user("hi"), "reward_model": {"ground_truth": "7"}, "n": None,
+             "when": datetime.date(2020, 1, 2)},
+            {"prompt": [{"role": "system", "content": "s"}, *user("yo")], "n": 5,
+             "reward_model": {"ground_truth": "8"}, "when": None}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(verl), tmp_path / "source.parquet")
+    first, second = load("data.parquet", (tmp_path / "source.parquet").read_bytes()).train
+    assert first.prompt == user("hi") and first.columns["answer"] == "7"
+    assert first.columns["when"] == "2020-01-02"
+    assert second.columns["n"] == 5 and json.dumps(second.columns)
+    with pytest.raises(UserError, match="data.parquet is not a parquet file"):
+        load("data.parquet", b"PAR1 but not really")
+
+
+def test_parquet_is_read_through_pyarrow(load, monkeypatch):
+    """With a stand-in where pyarrow is not installed: rows pass through JSON, and errors name the file."""
+    class Table:
+        def to_pylist(self):
+            return [{"question": "q", "answer": 1, "path": Path("a/b"), "seen": {1: "one"}}]
+
+    fake, parquet = type(sys)("pyarrow"), type(sys)("pyarrow.parquet")
+    fake.ArrowException, fake.parquet = type("ArrowException", (Exception,), {}), parquet
+    monkeypatch.setitem(sys.modules, "pyarrow", fake)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)
+    parquet.read_table = lambda file: Table() if file.read() == b"PAR1" else (_ for _ in ()).throw(
+        fake.ArrowException("no magic bytes"))
+    assert load("a.parquet", b"PAR1").train[0].columns == {"answer": 1, "path": "a/b", "seen": {"1": "one"}}
+    with pytest.raises(UserError, match="a.parquet is not a parquet file: no magic bytes"):
+        load("a.parquet", b"nothing")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match="a.parquet: reading .parquet needs pyarrow: pip install pyarrow"):
+        load("a.parquet", b"PAR1")
+
+
+# ----------------------------------------------------------------------------------------------------- errors
+
+
+GOOD = '{"question": "q", "answer": "1"}\n'
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("a.jsonl", "", r"a.jsonl holds no rows"),
+    ("a.jsonl", "\n \r\n", r"a.jsonl holds no rows"),
+    ("a.json", "[]", r"a.json holds no rows"),
+    ("a.csv", "", r"a.csv holds no rows"),
+    ("a.csv", "question,answer\n", r"a.csv holds no rows"),
+    ("a.jsonl", GOOD + "\n" + '{"question": "q",}\n' + GOOD, r"a.jsonl, line 3, column 1[78]: broken JSON: "),
+    ("a.jsonl", GOOD + '{"question": ' + "9" * 5000 + "}", r"a.jsonl, line 2, column 1: broken JSON"),
+    ("a.json", '[\n{"question": "q"},\n{"question" "q"}\n]', r"a.json, line 3, column 13: broken JSON"),
+    ("a.json", '{\n"question": "q"\n}', r"a.json, line 1, column 2: broken JSON"),
+    ("a.jsonl", GOOD + "[1, 2]\n", r"a.jsonl, line 2: a row must be an object .*not \[1, 2\]"),
+    ("a.jsonl", "[1, 2]\n" + GOOD, r"a.jsonl, line 1: a row must be an object .*not \[1, 2\]"),
+    ("a.jsonl", '"text"\n', r"a.jsonl, line 1: a row must be an object .*not \"text\""),
+    ("a.json", '[{"question": "q"}, null]', r"a.json, row 2: a row must be an object .*not null"),
+    ("a.jsonl", GOOD.encode() * 2 + b'{"question": "\xff"}', r"a.jsonl, line 3: not UTF-8"),
+    ("a.csv", "question,answer\nq,1\n".encode("utf-16"), r"a.csv, line 1: not UTF-8"),
+    ("a.csv", "question,answer\nq,1\nwell, then,2\n", r"a.csv, line 3: 3 fields, but the header names 2"),
+    ("a.csv", 'question,answer\nq,1\n"open,2\n', r"a.csv, after line 2: unexpected end of data"),
+    ("a.csv", 'question,answer\n"q"x,1\n', r"a.csv, after the header: "),
+    ("a.csv", "question;answer\nq;1\n", r"a.csv: no column with prompts \(its columns: question;answer\)"),
+    ("a.jsonl", '{"text": "q", "label": 1}',
+     r"a.jsonl: no column with prompts \(its columns: label, text\).*prompt, messages, .*--prompt_column"),
+    ("a.jsonl", '{"nums": [1, 2]}', r"a.jsonl: no column with prompts \(its columns: nums\)"),
+    ("a.jsonl", GOOD + '{"answer": "1"}', r"a.jsonl, line 2: 'question' is missing or empty"),
+    ("a.jsonl", GOOD + '{"question": null}', r"a.jsonl, line 2: 'question' is missing or empty"),
+    ("a.jsonl", GOOD + '{"question": " \\n"}', r"a.jsonl, line 2: 'question' is missing or empty"),
+    ("a.csv", "question,answer\nq,1\n,2\n", r"a.csv, line 3: 'question' is missing or empty"),
+    ("a.jsonl", '{"prompt": []}', r"a.jsonl, line 1: 'prompt' is missing or empty"),
+    ("a.jsonl", '{"question": 12}', r"a.jsonl, line 1: 'question' must be text or a list of .*not 12"),
+    ("a.jsonl", '{"prompt": {"role": "user"}}', r"a.jsonl, line 1: 'prompt' must be text or a list of"),
+    ("a.jsonl", '{"prompt": ["hi"]}', r"a.jsonl, line 1: 'prompt' must be text or a list of .*not \"hi\""),
+    ("a.jsonl", '{"prompt": [{"role": "user"}]}', r"a.jsonl, line 1: 'prompt' must be text or a list of"),
+    ("a.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}',
+     r"a.jsonl, line 1: 'prompt' must be text or a list of"),
+    ("a.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}',
+     r"a.jsonl, line 1: 'messages' ends with the assistant's turn"),
+    ("a.jsonl", '{"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}',
+     r"a.jsonl, line 1: 'prompt' ends with the assistant's turn"),
+    ("a.csv", "prompt\n\"[{'role': 'user', 'content': 'hi'}]\"\n",
+     r"a.csv, line 2: 'prompt' holds messages, but not as JSON"),
+    ("a.jsonl", '{"nums": [1, "x"], "target": 3}', r"a.jsonl, line 1: 'nums' must be a list of numbers"),
+    ("a.jsonl", '{"nums": [1, 2], "target": null}', r"a.jsonl, line 1: 'nums' must be a list of numbers"),
+    ("a.jsonl", '{"nums": [], "target": 1}', r"a.jsonl, line 1: 'nums' must be a list of numbers"),
+    ("a.csv", "nums,target\n1 2,3\n", r"a.csv, line 2: 'nums' must be a list of numbers"),
+    ("a.jsonl", GOOD + '{"question": "\\ud83d"}', r"a.jsonl, line 2: the tokenizer of .* cannot encode"),
+    ("a.txt", "hello", r"a.txt: not a built-in task \(digits, sums\), nor a file .*\.jsonl, \.json.*--data"),
+    ("a", GOOD, r"a: not a built-in task"),
+])
+def test_errors_name_file_and_line(load, name, content, message):
+    with pytest.raises(UserError, match=message):
+        load(name, content)
+
+
+def test_errors_of_paths_and_templates(chat, load, make_folder, tmp_path):
+    for absent in str(tmp_path / "absent.jsonl"), str(tmp_path), "digitz":
+        with pytest.raises(UserError, match=rf"{absent}: not a built-in task \(digits, sums\), nor a file"):
+            load_prompts(absent, chat, max_prompt_length=9)
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(UserError, match="folder.jsonl: not a built-in task"):
+        load_prompts(str(tmp_path / "folder.jsonl"), chat, max_prompt_length=9)
+    picky = Tokenizer(make_folder("{{ raise_exception('only users') }}", name="picky"))
+    with pytest.raises(UserError, match=r"a.jsonl, line 1: the chat template .*picky refuses.*: only users"):
+        load("a.jsonl", GOOD, tokenizer=picky)
+
+
+def test_user_error_is_a_value_error():
+    assert issubclass(UserError, ValueError)
+
+
+# ------------------------------------------------------------------------------------------------------ notes
+
+
+def test_over_long_prompts_are_dropped_and_counted(load, chat):
+    rows = [{"question": "a" * n, "answer": n} for n in (1, 50, 2, 60)]
+    limit = len(chat.encode(user("aa")))
+    loaded = load("data.jsonl", rows, max_prompt_length=limit)
+    assert [p.columns["answer"] for p in loaded.train] == [1, 2]
+    assert loaded.notes == ["2 prompts from 'question', gold answers from 'answer'",
+                            f"2 prompts longer than {limit} tokens dropped"]
+    with pytest.raises(UserError, match=r"data.jsonl: 4 of 4 prompts .*--max_prompt_length 3; raise it"):
+        load("data.jsonl", rows, max_prompt_length=3)
+
+
+def test_duplicates_are_kept_and_counted(load):
+    rows = [{"question": q, "answer": str(i)} for i, q in enumerate(["a", "b", "a", "a", "b"])]
+    loaded = load("data.jsonl", rows)
+    assert [p.columns["answer"] for p in loaded.train] == list("01234")
+    assert loaded.notes[1:] == ["3 duplicate prompts kept"]
+
+
+@pytest.mark.parametrize("rows, count, first", [
+    ([{"question": "q", "answer": a} for a in
+      ("so\n#### 4", "#### -1,234.5", "#### $ 7", "####  .5", "####", "no mark 12", "#### x\n3", "", None)],
+     5, "line 5"),
+    ([{"question": "q", "answer": a} for a in ("Paris", 12, 0, False, [1], "", " ", None, float("nan"))],
+     4, "line 6"),
+    ([{"problem": "p", "solution": s} for s in
+      ("\\boxed{4}", "\\fbox{x}", "\\boxed 5", "\\boxed{ \\frac{1}{2}}", "\\boxed{}", "12", "\\boxed{ }")],
+     3, "line 5"),
+    ([{"problem": "p", "solution": "12", "answer": a} for a in ("4", "")], 1, "line 2"),
+    ([{"prompt": "p", "solution": s} for s in ("12", "$x$", "")], 1, "line 3"),
+    ([{"prompt": "p", "reward_model": {"ground_truth": "1"}}, {"prompt": "p", "reward_model": {}},
+      {"prompt": "p"}], 2, "line 2"),
+    ([{"nums": [1, 2], "target": 3}], 0, None),
+])
+def test_gold_answers_that_cannot_be_parsed_are_counted(load, rows, count, first):
+    loaded = load("data.jsonl", rows)
+    assert len(loaded.train) == len(rows)
+    expected = (f"{count} gold answers cannot be parsed: no completion can match them (kept; the first is in "
+                f"{first})")
+    assert [note for note in loaded.notes if "cannot be parsed" in note] == ([expected] if count else [])
+
+
+def test_notes_say_where_things_came_from(load, chat, plain):
+    mixed = [{"problem": "p", "answer": "1", "solution": None}, {"problem": "q", "solution": "\\boxed{2}"}]
+    assert load("data.jsonl", mixed).notes == [
+        "2 prompts from 'problem', gold answers from 'answer' or 'solution'"]
+    talk = [{"messages": [*user("hi"), REPLY]}]
+    assert load("data.jsonl", talk).notes == ["1 prompts from 'messages', gold answers from 'the last reply'"]
+    text, hint = load("data.jsonl", [{"prompt": "p"}]).notes
+    assert text == "1 prompts from 'prompt', gold answers from nowhere (--answer_column names their column)"
+    assert "plain text: no chat template" in hint
+    assert len(load("data.jsonl", [{"prompt": "p"}], tokenizer=plain).notes) == 1
+
+
+# -------------------------------------------------------------------------------------------- order and seeds
+
+
+def hashed(text):
+    return int(hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), 16) // 4
+
+
+def test_prompt_indices_by_hand():
+    keys = [[hashed(f"order 0 {epoch} {i}") for i in range(3)] for epoch in range(3)]
+    assert keys == [[3356046796743212511, 4164428500854069157, 481514047246628864],
+                    [1443852053925840755, 1426334803514377022, 4412531866326202360],
+                    [1402012077410152603, 4234305075441094217, 3763273992814215047]]
+    # Sorted by these, the epochs of 3 prompts are [2, 0, 1], [1, 0, 2], [0, 2, 1].
+    assert [prompt_indices(step, 2, 3, 0) for step in range(4)] == [[2, 0], [1, 1], [0, 2], [0, 2]]
+    assert prompt_indices(0, 3, 3, 0) == [2, 0, 1]
+    assert prompt_indices(0, 9, 3, 0) == [2, 0, 1, 1, 0, 2, 0, 2, 1]  # data smaller than a step
+    assert prompt_indices(1, 4, 3, 0) == [0, 2, 0, 2]
+    assert prompt_indices(10, 4, 1, 0) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("size, per_step", [(7, 3), (3, 7), (16, 16), (10, 1), (100, 32), (1, 4)])
+def test_wrapped_epochs_drop_nothing(size, per_step):
+    epochs = 6
+    steps = range(-(-epochs * size // per_step))
+    stream = [i for step in steps for i in prompt_indices(step, per_step, size, 3)]
+    for epoch in range(epochs):
+        assert sorted(stream[epoch * size:(epoch + 1) * size]) == list(range(size))
+    assert max(Counter(stream).values()) - min(Counter(stream).values()) <= 1
+
+
+def test_order_depends_on_seed_and_epoch_and_on_nothing_else():
+    whole = prompt_indices(0, 40, 40, 1)
+    assert whole != prompt_indices(0, 40, 40, 2) and whole != prompt_indices(1, 40, 40, 1)
+    assert whole not in (sorted(whole), sorted(whole)[::-1])
+    for step in (5, 0, 3):  # any step, in any order, and cut otherwise, is part of the same stream
+        assert prompt_indices(step, 8, 40, 1) == sum((prompt_indices(s, 2, 40, 1) for s in
+                                                      range(4 * step, 4 * step + 4)), [])
+    assert whole == prompt_indices(0, 40, 40, 1)
+    data._permutation.cache_clear()
+    random.seed(5)
+    assert whole == prompt_indices(0, 40, 40, 1)
+
+
+def test_sample_seeds():
+    assert sample_seed(0, 0, 0, 0) == hashed("sample 0 0 0 0") == 495125401286248384
+    assert sample_seed(7, 60, 1, 15) == hashed("sample 7 60 1 15")
+    seeds = {sample_seed(*key) for key in itertools.product((0, 1), range(20), range(2), range(50))}
+    assert len(seeds) == 4000
+    assert all(0 <= seed < 2 ** 62 for seed in seeds) and max(seeds) > 2 ** 61
+    assert sample_seed(1, 11, 0, 0) != sample_seed(11, 1, 0, 0) != sample_seed(1, 1, 10, 0)
+
+
+# ---------------------------------------------------------------------------------------------------- copying
+
+
+def test_the_module_works_when_copied_alone(tmp_path):
+    """In an empty folder, without torch, transformers or pyarrow, and leaving the global generator alone."""
+    shutil.copy(data.__file__, tmp_path / "data.py")
+    script = """
+import sys
+for name in ("torch", "transformers", "pyarrow", "numpy"):
+    sys.modules[name] = None
+import random; state = random.getstate()
+import data
+data.write_digits_tokenizer("tiny")
+open("p.jsonl", "w").write('{"prompt": "1+1=", "answer": 2}')
+loaded = data.load_prompts("p.jsonl", data.Tokenizer("tiny"), max_prompt_length=8)
+data.load_prompts("digits", data.Tokenizer("tiny"), max_prompt_length=8)
+assert random.getstate() == state
+print(data.__file__, loaded.train[0].token_ids, loaded.train[0].columns)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.strip() == f"{tmp_path / 'data.py'} [1, 10, 1, 11] {{'answer': 2}}", done.stderr
+    assert done.stderr == ""
