@@ -740,6 +740,15 @@ def test_a_worker_starts_once_and_again_after_a_crash(write):
         assert score_first(scorer)[0] not in (pids[0], os.getpid(), None)
 
 
+def test_a_worker_that_died_while_idle_is_replaced(write):
+    with Scorer([f"{write(PROBE)}:pid"]) as scorer:
+        [first] = score_first(scorer)
+        os.kill(int(first), signal.SIGKILL)
+        assert gone(int(first))
+        [second, third] = scorer.score([group("a", "b")])[0].rewards
+        assert first != second == third and not scorer.failures
+
+
 def test_a_worker_has_no_gpu_no_torch_and_a_memory_limit(write):
     with Scorer([f"{write(PROBE)}:{name}" for name in ("torch", "gpu", "memory")]) as scorer:
         [scores] = scorer.score([group("a")])

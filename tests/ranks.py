@@ -1,0 +1,238 @@
+"""What the tests of the loss and of the optimizer run with one rank in their own process and with several under torchrun:
+
+    python -m torch.distributed.run --standalone --nproc_per_node=2 tests/ranks.py JOB CHECKPOINT OUT
+
+Every rank writes what it saw to OUT/rank_N.pt. Here are only inputs and calls; the expectations, worked out by hand or
+by other code, stand in the tests.
+"""
+
+import contextlib
+import itertools
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+import minigrpo
+from minigrpo import Config, Rollout, ShardedAdamW, World, assign_advantages, step_metrics, update
+from model import Policy
+
+NAN, INF, EOS = math.nan, math.inf, 1
+VOCAB, LONGEST, TEMPERATURE = 40, 8, 0.7
+SMALL = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, head_dim=8, eos_token_id=EOS)
+CASES = list(itertools.product(("grpo", "dapo", "dr_grpo"), ("group", "batch", "none"), (False, True)))
+BUDGETS = (1, 40, 10**6)  # every sequence alone, a few together, all in one
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Starting several ranks
+# ---------------------------------------------------------------------------------------------------------------
+
+def start(ranks: int, *arguments) -> tuple[subprocess.Popen, object]:
+    """A script of this repository on that many ranks under torchrun; with 0, on its own without torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
+    log = tempfile.TemporaryFile("w+")
+    return subprocess.Popen([sys.executable, *launcher, *map(str, arguments)], cwd=ROOT, stdout=log,
+                            stderr=subprocess.STDOUT, env={**clean, "OMP_NUM_THREADS": "1"}), log
+
+
+def finish(started, timeout: float = 90) -> str:
+    """Waits; what it printed. AssertionError where it failed or hung."""
+    process, log = started
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun passes it on; SIGKILL would leave its workers behind
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        raise AssertionError(f"the ranks hang:\n{printed(log)}") from None
+    assert process.returncode == 0, printed(log)
+    return printed(log)
+
+
+def printed(log) -> str:
+    log.seek(0)
+    return log.read()[-6000:]
+
+
+def on_two_ranks(job: str, checkpoint, out) -> list[dict]:
+    """The results of a job below, a dictionary for each rank."""
+    finish(start(2, "tests/ranks.py", job, checkpoint, out))
+    return [torch.load(Path(out) / f"rank_{rank}.pt") for rank in range(2)]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Inputs
+# ---------------------------------------------------------------------------------------------------------------
+
+def rollout(slot=0, prompt=(3, 4), completion=(5, 6, EOS), logps=None, truncated=False, reward=1.0, advantage=0.0):
+    logps = [-3.0] * len(completion) if logps is None else logps
+    return Rollout(slot=slot, prompt="", prompt_ids=list(prompt), completion_ids=list(completion),
+                   sampler_logps=list(logps), completion="", truncated=truncated, weight_version=0, reward=reward,
+                   advantage=advantage)
+
+
+def ragged_rollouts() -> list[Rollout]:
+    """Seven groups of four with everything that can be odd about one; EOS also stands inside prompts, as padding may."""
+    rng = random.Random(5)
+    rewards = [[1, 0, 0, 1], [1, 0, 0, 0], [1, 1, 1, 1], [0.5, None, 1, 0], [None, None, 1, None], [.2, .7, .1, .9],
+               [0, 0, 1, 1]]
+    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (3, 3, 1, 9, 2, 5, 14)]
+    prompts[1], prompts[3][4], prompts[6][:3] = prompts[0], EOS, [EOS] * 3
+    made = []
+    for prompt, group in zip(prompts, rewards):
+        for reward in group:
+            n, cut = rng.randrange(1, LONGEST + 1), rng.random() < 0.3
+            ids = [rng.randrange(2, VOCAB) for _ in range(LONGEST)] if cut else \
+                [rng.randrange(2, VOCAB) for _ in range(n - 1)] + [EOS]
+            logps = [-3 + rng.gauss(0, 1) for _ in ids]
+            made.append(rollout(len(made), prompt, ids, logps, cut, reward))
+    for slot, values in {1: [NAN], 5: [-INF], 9: [INF], 13: [NAN, NAN], 20: [NAN] * LONGEST}.items():
+        made[slot].sampler_logps[:len(values)] = values[:len(made[slot].completion_ids)]
+    return made
+
+
+def toy_parameters(dtype) -> torch.nn.Module:
+    """Odd shapes, so that no shard ends where a parameter does."""
+    g = torch.Generator().manual_seed(3)
+    shapes = [(3, 5), (7,), (1,), (65,), (64, 2), (129,)]
+    return torch.nn.ParameterList([(torch.randn(s, generator=g, dtype=torch.float64) * 0.01).to(dtype) for s in shapes])
+
+
+def toy_gradients(step: int, rank: int, part: int, dtype, scale=1.0) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(1000 * step + 10 * rank + part)
+    size = scale * 3.0 ** -step  # the first steps are clipped, the last are not
+    return [(torch.randn(p.shape, generator=g, dtype=torch.float64) * size).to(dtype) for p in toy_parameters(dtype)]
+
+
+TOY = Config(max_grad_norm=0.5, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-3)
+TOY_RATES = [1e-2, 2e-2, 3e-2, 1e-2, 5e-3, 1e-3]
+SMALL_RATE = Config(learning_rate=1e-6, max_grad_norm=1e9)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Jobs
+# ---------------------------------------------------------------------------------------------------------------
+
+class Reduced:
+    """An optimizer with the gradient that reaches Adam: summed over the ranks, before the step."""
+
+    def __init__(self, policy, c: Config, world: World):
+        self.policy, self.world, self.optimizer, self.seen = policy, world, ShardedAdamW(policy, c, world), []
+        self.optimizer.adam.register_step_pre_hook(
+            lambda *_: self.seen.append(self.optimizer.master.grad.detach().clone()))
+
+    def pop(self) -> dict[str, torch.Tensor]:
+        """By name; joined from the shards of all ranks."""
+        flat = torch.cat(self.world.gather(self.seen.pop()))
+        return {name: flat[o:o + p.numel()].view_as(p).clone()
+                for (name, p), o in zip(self.policy.named_parameters(), self.optimizer.offsets)}
+
+
+def gradients(checkpoint, world: World) -> dict:
+    """The reduced gradient and the sums of update() for every case, dtype and size of micro-batch."""
+    results = {}
+    for dtype in (torch.float64, torch.float32):
+        reduced = Reduced(Policy.from_folder(checkpoint, dtype=dtype), Config(max_grad_norm=1e30), world)
+        for loss_type, scale, mask in CASES:
+            for budget in BUDGETS:
+                c = Config(loss_type=loss_type, scale_rewards=scale, mask_truncated_completions=mask,
+                           micro_batch_tokens=budget, num_generations=4, temperature=TEMPERATURE,
+                           max_completion_length=LONGEST)
+                rollouts = ragged_rollouts()
+                assign_advantages(rollouts, c)
+                sums = update(reduced.policy, reduced.optimizer, rollouts, 0.0, c, world)
+                results[f"{loss_type} {scale} {mask} {budget} {dtype}"] = {"grad": reduced.pop(), "sums": sums}
+    return results
+
+
+def state_of(optimizer: ShardedAdamW) -> list[torch.Tensor]:
+    """Everything an update may change on this rank."""
+    adam = [v for s in optimizer.adam.state.values() for v in s.values()]
+    return [t.clone() for t in (optimizer.weights, optimizer.master, *adam)]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def odd_batches(checkpoint, world: World) -> dict:
+    """Batches that leave ranks without work, train nothing, or end in a gradient that is not finite."""
+    policy = Policy.from_folder(checkpoint)
+    c = Config(num_generations=4, max_completion_length=LONGEST, micro_batch_tokens=8)
+    reduced, results = Reduced(policy, c, world), {}
+    optimizer = reduced.optimizer
+
+    def run(name, rollouts, advantages=None):
+        scores = assign_advantages(rollouts, c)
+        for r, a in zip(rollouts, advantages or []):
+            r.advantage = a
+        before = state_of(optimizer)
+        sums = update(policy, optimizer, rollouts, 1e-3, c, world)
+        row = step_metrics(rollouts, scores, sums, policy, world, {"time/step": 1.0, "time/update": 1.0})
+        changed = not same(before, state_of(optimizer))
+        grad = reduced.pop() if reduced.seen else {}
+        results[name] = {"row": row, "changed": changed, "grad": grad, "weights": optimizer.weights.clone()}
+
+    run("usual", ragged_rollouts())
+    run("one trains", [rollout(i, completion=range(2, 8), reward=r) for i, r in enumerate([1.0, None, None, None])],
+        [1.0] * 4)
+    run("equal rewards", [rollout(i, reward=1.0) for i in range(8)])
+    run("none rewarded", [rollout(i, reward=None) for i in range(8)])
+    run("no finite sampler", [rollout(i, logps=[NAN] * 3, reward=i % 2) for i in range(8)])
+    # One rank meets the infinite advantage: the longest goes to rank 0.
+    run("not finite", [rollout(i, reward=i % 2, completion=range(2, 10 - i)) for i in range(4)], [INF, 1.0, 1.0, -1.0])
+
+    optimizer.begin()
+    if world.rank == world.size - 1:
+        optimizer.grads[0] = NAN  # reduced into the shard of rank 0 alone
+    before = state_of(optimizer)
+    results["nan of the last rank"] = {"norm": optimizer.step(1e-3), "changed": not same(before, state_of(optimizer))}
+    run("usual again", ragged_rollouts())
+    return results
+
+
+def toy_updates(world: World, c: Config, dtype, rates, scale=1.0) -> dict:
+    """Two backward passes a rank and step, with gradients that are given."""
+    module = toy_parameters(dtype)
+    optimizer, norms = ShardedAdamW(module, c, world), []
+    for step, rate in enumerate(rates):
+        optimizer.begin()
+        for part in range(2):
+            grads = toy_gradients(0 if scale != 1 else step, world.rank, part, dtype, scale)
+            sum((p * g).sum() for p, g in zip(module, grads)).backward()
+        norms.append(optimizer.step(rate))
+    return {"norms": norms, "parameters": [p.detach().clone() for p in module],
+            "kept": (optimizer.master.dtype, optimizer.grads, [p.grad for p in module])}
+
+
+def adamw(world: World) -> dict:
+    """ShardedAdamW in double precision with everything on, and 100 small updates of bfloat16 weights."""
+    made = {"double": toy_updates(world, TOY, torch.float64, TOY_RATES),
+            "bf16": toy_updates(world, SMALL_RATE, torch.bfloat16, [1e-6] * 100, scale=0.1)}
+    assert all(kept[1] is None and not any(g is not None for g in kept[2]) for kept in
+               (m.pop("kept") for m in made.values())), "gradients outlive the step"
+    return made
+
+
+def two_ranks_job(job: str, checkpoint: str, out: str) -> None:
+    world = World()
+    if job == "loss":
+        results = {"gradients": gradients(checkpoint, world), "odd": odd_batches(checkpoint, world)}
+    else:
+        results = adamw(world)
+    torch.save(results, Path(out) / f"rank_{world.rank}.pt")
+    world.close()
+
+
+if __name__ == "__main__":
+    two_ranks_job(*sys.argv[1:])

@@ -1,0 +1,185 @@
+"""The real vLLM engine on two CPU ranks: invariants H1 to H5, and tests of their tests (red when broken)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+
+import colocate
+from colocate import ColocatedEngine, UserError, bit_sum, check_push
+
+HERE = Path(__file__).resolve().parent
+
+
+def torchrun(ranks: int, *command, timeout=300, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--rdzv-backend=c10d",
+         "--rdzv-endpoint=localhost:0", *map(str, command)], capture_output=True, text=True, timeout=timeout,
+        env={**os.environ, **environment})
+
+
+@pytest.fixture(scope="module", params=["qwen2-tied", "llama-biases", "qwen3-untied"])
+def seen(request, tmp_path_factory):
+    folder, out = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("out")
+    write_checkpoint(folder, request.param, scale=3.0)
+    (folder / "generation_config.json").write_text(json.dumps(
+        {"eos_token_id": 1, "repetition_penalty": 1.5, "top_p": 0.5, "temperature": 0.1, "do_sample": True}))
+    run = torchrun(2, HERE / "engine_worker.py", folder, out)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-12000:]
+    assert (out / "closed0").exists() and (out / "closed1").exists()  # close() left no process group behind
+    return [json.loads((out / f"rank{r}.json").read_text()) for r in range(2)]
+
+
+def test_h1_engine_equals_trainer_after_every_push(seen):
+    for rank in seen:
+        assert len(rank["gap"]) == 3 and max(rank["gap"]) < 1e-5
+        assert max(rank["gap_after_reset"], rank["gap_after_refusals"]) < 1e-5
+        assert min(rank["lengths"]) > 0 and rank["eos_only_last"] and rank["greedy_is_argmax"]
+
+
+def test_h1_goes_red_without_the_push(seen):
+    assert all(rank["red_no_push"] > 1e-3 for rank in seen)
+
+
+def test_h2_an_engine_asleep_refuses(seen):
+    for rank in seen:
+        assert "asleep" in rank["asleep_at_first"] and "asleep" in rank["asleep_again"]
+        assert rank["weight_version"] == 2 and not rank["awake_after_sleep"]
+
+
+def test_h3_prefix_cache_is_reset_and_the_test_would_notice(seen):
+    for rank in seen:
+        assert rank["cached_tokens"] > 0, "no prefix was cached: this test proves nothing"
+        assert rank["red_stale_cache"] > 1e-3
+
+
+def test_h3_wrong_pushes_are_refused_by_name(seen):
+    for rank in seen:
+        name = "model.layers.0.self_attn.k_proj.weight"
+        assert "missing" in rank["missing"] and name in rank["missing"]
+        assert "shape" in rank["misshapen"] and name in rank["misshapen"]
+        assert "twice" in rank["doubled"] and name in rank["doubled"]
+        assert "model.extra.weight" in rank["unknown"] and rank["asleep_after_refusal"]
+
+
+def test_h4_seeds_decide_alone(seen):
+    for rank in seen:
+        assert rank["random_state_kept"]
+        assert rank["samples"] == rank["again"]
+        assert len({tuple(ids) for ids in rank["samples"][:3]}) == 3  # samples of a group differ
+    assert seen[0]["samples"] != seen[1]["samples"] and seen[0]["no_prompts"] == []
+
+
+def test_h5_generation_config_changes_nothing_and_the_test_would_notice(seen):
+    for rank in seen:
+        assert rank["defaults_are_neutral"] == [1.0, 1.0, 1.0]
+        assert rank["red_penalty"] > 1e-3
+
+
+class RecordingEngine(ColocatedEngine):
+    """Everything of ColocatedEngine but vLLM, which is a recorder."""
+
+    def __init__(self, cuda: bool, tied: bool, sums_agree: bool = True):
+        self.calls, self.cuda, self.tied, self.times = [], cuda, tied, {}
+        self.expected = {"model.embed_tokens.weight": (4, 2)}
+        self.awake, self.llm, agree = False, self, sums_agree
+
+        def record(name, result=None):
+            return lambda *args, **kwargs: (self.calls.append((name, *args, *kwargs.get("tags", ()))), result)[1]
+
+        self.wake_up, self.reset_prefix_cache = record("wake_up"), record("reset_prefix_cache", True)
+        self.collective_rpc, self.discard = record("reload_weights"), record("sleep")
+        pushed = torch.arange(8).view(4, 2).float()
+        self.apply_model = lambda fn: (self.calls.append(("apply_model",)), [bit_sum([pushed]) + (not agree)])[1]
+
+
+def test_h3_order_of_waking(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: engine.calls.append(("empty_cache",)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    engine = RecordingEngine(cuda=True, tied=True)
+    weights = [("model.embed_tokens.weight", torch.arange(8).view(4, 2).float())]
+    engine.wake(weights, version=5)
+    assert [c[:2] for c in engine.calls] == [
+        ("empty_cache",), ("wake_up", "weights"), ("apply_model",), ("wake_up", "kv_cache"),
+        ("reset_prefix_cache",), ("apply_model",)]  # the first apply_model pushes, the second sums
+    assert engine.awake and engine.weight_version == 5
+    broken = RecordingEngine(cuda=True, tied=True, sums_agree=False)
+    with pytest.raises(RuntimeError, match="handoff broken"):
+        broken.wake(weights)
+    assert not broken.awake
+
+
+def test_tied_head_is_pushed_on_a_cpu_only(monkeypatch):
+    engine, pushed = RecordingEngine(cuda=False, tied=True), []
+    monkeypatch.setattr(RecordingEngine, "push", lambda self, pairs: pushed.extend(name for name, _ in pairs))
+    engine.wake([("model.embed_tokens.weight", torch.zeros(4, 2))])
+    assert pushed == ["model.embed_tokens.weight", "lm_head.weight"]
+
+
+def test_checksum_is_independent_of_order_and_sees_one_bit():
+    a, b = torch.randn(5, 3).bfloat16(), torch.randn(7).bfloat16()
+    assert bit_sum([a, b]) == bit_sum([b.flip(0), a.T.contiguous()]) == bit_sum([torch.cat([a.flatten(), b])])
+    other = b.clone()
+    other.view(torch.int16)[3] ^= 1
+    assert bit_sum([a, other]) != bit_sum([a, b])
+
+
+def test_check_push_accepts_a_tied_head_stored_twice():
+    shapes = {"model.embed_tokens.weight": (4, 2), "lm_head.weight": (4, 2)}
+    check_push([("model.embed_tokens.weight", torch.zeros(4, 2))], shapes, tied=True)
+    with pytest.raises(ValueError, match="lm_head.weight"):
+        check_push([("model.embed_tokens.weight", torch.zeros(4, 2))], shapes, tied=False)
+
+
+def test_what_a_person_can_get_wrong(monkeypatch, tmp_path):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(UserError, match="MASTER_PORT.*torchrun"):
+        colocate.check_environment(cuda=False)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(UserError, match="expandable_segments"):
+        colocate.check_environment(cuda=True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * 2**30, 80 * 2**30))
+    with pytest.raises(UserError, match=r"24.0 GiB, but 10.0 of 80.0 GiB are free.*--vllm_gpu_memory_utilization to 0.11"):
+        colocate.check_free_memory(0.3)
+    with pytest.raises(UserError, match="no .safetensors"):
+        colocate.checkpoint_shapes(tmp_path)
+
+    def version(found):
+        def look_up(package):
+            if package in found:
+                return found[package]
+            raise colocate.importlib.metadata.PackageNotFoundError
+        monkeypatch.setattr(colocate.importlib.metadata, "version", look_up)
+
+    version({})
+    with pytest.raises(UserError, match="not installed.*requirements"):
+        colocate.check_vllm()
+    for bad in ("0.25.1", "0.34.0", "1.0.0"):
+        version({"vllm": bad})
+        with pytest.raises(UserError, match="0.26 to 0.33"):
+            colocate.check_vllm()
+
+
+def test_untried_versions_start_with_one_warning(monkeypatch, capsys):
+    monkeypatch.setattr(colocate.importlib.metadata, "version", lambda package: "0.29.1")
+    colocate.check_vllm()
+    assert "0.29.1 was not tried" in capsys.readouterr().err
+    monkeypatch.setattr(colocate.importlib.metadata, "version", lambda package: "0.26.0+cu130")
+    colocate.check_vllm()
+    assert capsys.readouterr().err == ""
+
+
+def test_colocate_alone_proves_the_handoff(tmp_path):
+    write_checkpoint(tmp_path, "qwen2-untied", scale=3.0)
+    run = torchrun(1, HERE.parent / "colocate.py", tmp_path, "--rounds", "2")
+    assert run.returncode == 0, run.stderr[-3000:]
+    rounds = [line for line in run.stdout.splitlines() if line.startswith("round")]
+    assert len(rounds) == 2 and all(float(line.split("gap mean ")[1].split()[0]) < 1e-5 for line in rounds)

