@@ -1,0 +1,662 @@
+"""The loss, L1 to L6 and L8 of the design, with one and with two ranks.
+
+The expectations come from numbers worked out by hand, from a transformer and a loss written here over a padded [B, T]
+batch with plain loops (in float64), and from transformers (in float32).
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+
+import pytest
+import ranks
+import torch
+from checkpoints import write_checkpoint
+from ranks import BUDGETS, CASES, EOS, INF, LONGEST, NAN, SMALL, TEMPERATURE, Reduced, ragged_rollouts, rollout
+
+import minigrpo
+from data import Prompt, sample_seed, write_digits_tokenizer
+from minigrpo import Config, World, assign_advantages, completion_weights, group_advantages, policy_loss, update
+from model import Policy
+
+DOUBLE = torch.float64
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """(folder, transformers model): tied embeddings, biases on q, k and v."""
+    folder = tmp_path_factory.mktemp("loss")
+    return folder, write_checkpoint(folder, "qwen2-tied", scale=5.0, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def one_rank(checkpoint):
+    world = World()
+    return {"gradients": ranks.gradients(checkpoint[0], world), "odd": ranks.odd_batches(checkpoint[0], world)}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(checkpoint, tmp_path_factory):
+    return ranks.on_two_ranks("loss", checkpoint[0], tmp_path_factory.mktemp("two"))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Oracles: nothing below calls the code under test
+# ---------------------------------------------------------------------------------------------------------------
+
+def plain_logits(weights: dict, config, ids):
+    """A Llama/Qwen2 forward pass over ids [B, T], right-padded, attention written out."""
+    c, (batch, length) = config, ids.shape
+    norm = lambda x, w: x / (x.square().mean(-1, keepdim=True) + c.rms_norm_eps).sqrt() * w
+    linear = lambda x, name: x @ weights[name + ".weight"].T + weights.get(name + ".bias", 0.0)
+    frequency = 1 / c.rope_theta ** (torch.arange(0, c.head_dim, 2).float() / c.head_dim)
+    angle = torch.arange(length)[:, None].float() * frequency  # float32 to the last bit: as checkpoints are trained
+    cos, sin = (torch.cat([f(angle), f(angle)], -1).double() for f in (torch.cos, torch.sin))
+
+    def turned(x):  # [B, heads, T, head_dim]
+        half = c.head_dim // 2
+        return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+    x = weights["model.embed_tokens.weight"][ids]
+    hidden = torch.full((length, length), -INF).triu(1)
+    for i in range(c.num_hidden_layers):
+        name = f"model.layers.{i}."
+        h = norm(x, weights[name + "input_layernorm.weight"])
+        q, k, v = (linear(h, f"{name}self_attn.{p}_proj").view(batch, length, -1, c.head_dim).transpose(1, 2)
+                   for p in "qkv")
+        repeats = c.num_attention_heads // c.num_key_value_heads
+        k, v = turned(k).repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        mixed = (turned(q) @ k.transpose(-1, -2) / math.sqrt(c.head_dim) + hidden).softmax(-1) @ v
+        x = x + linear(mixed.transpose(1, 2).flatten(-2), name + "self_attn.o_proj")
+        h = norm(x, weights[name + "post_attention_layernorm.weight"])
+        gate = linear(h, name + "mlp.gate_proj")
+        x = x + linear(gate * gate.sigmoid() * linear(h, name + "mlp.up_proj"), name + "mlp.down_proj")
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    return norm(x, weights["model.norm.weight"]) @ head.T
+
+
+def padded(rollouts, pad=EOS):
+    ids = [r.prompt_ids + r.completion_ids for r in rollouts]
+    return torch.tensor([row + [pad] * (max(map(len, ids)) - len(row)) for row in ids])
+
+
+def plain_advantages(rollouts, scale, size):
+    """By the text of L4, with the statistics module."""
+    rewards = [r.reward for r in rollouts if r.reward is not None]
+    made = []
+    for start in range(0, len(rollouts), size):
+        group = [r.reward for r in rollouts[start:start + size]]
+        known = [x for x in group if x is not None]
+        teaches = len(known) > 1 and max(known) - min(known) > 1e-6
+        for x in group:
+            if x is None or not teaches:
+                made.append(0.0)
+                continue
+            over = {"group": known, "batch": rewards}.get(scale)
+            made.append((x - statistics.fmean(known)) / (statistics.stdev(over) + 1e-4 if over else 1.0))
+    return made
+
+
+def plain_loss(logits, rollouts, c, advantages=None):
+    """The loss of the whole batch: logits [B, T, V], one completion and one token after the other."""
+    advantages = advantages or plain_advantages(rollouts, c.scale_rewards, c.num_generations)
+    sums, counts, facts = [], [], {"capped": 0, "tokens": 0, "entropy": 0.0, "gap": 0.0}
+    for row, r, advantage in zip(logits, rollouts, advantages):
+        if r.reward is None or c.mask_truncated_completions and r.truncated:
+            continue
+        total, count = 0.0, 0
+        for j, (token, sampler) in enumerate(zip(r.completion_ids, r.sampler_logps)):
+            if not math.isfinite(sampler):
+                continue
+            table = (row[len(r.prompt_ids) + j - 1] / c.temperature).log_softmax(-1)
+            logp = table[token]
+            ratio = (logp - logp.detach()).exp()
+            correction = math.exp(logp.item() - sampler)
+            facts["capped"] += correction > c.vllm_importance_sampling_clip_max
+            facts["entropy"] -= (table.exp() * table).sum().item()
+            facts["gap"] += abs(logp.item() - sampler)
+            if c.vllm_importance_sampling_correction:
+                total = total + min(correction, c.vllm_importance_sampling_clip_max) * ratio * advantage
+            else:
+                total = total + ratio * advantage
+            count += 1
+        if count:
+            sums.append(total)
+            counts.append(count)
+    facts["tokens"] = sum(counts)
+    if c.loss_type == "dapo":
+        return -sum(sums) / sum(counts), facts
+    if c.loss_type == "grpo":
+        return -sum(s / n for s, n in zip(sums, counts)) / len(sums), facts
+    return -sum(sums) / (len(sums) * c.max_completion_length), facts
+
+
+def plain_weights(policy):
+    return {name: p.detach().clone().requires_grad_() for name, p in policy.named_parameters()}
+
+
+def plain_gradients(folder, rollouts, configs, advantages=None):
+    """[(gradient by name, loss, facts)] for each config, from one float64 forward pass."""
+    policy = Policy.from_folder(folder, dtype=DOUBLE)
+    weights = plain_weights(policy)
+    logits = plain_logits(weights, policy.config, padded(rollouts))
+    made = []
+    for c in configs:
+        loss, facts = plain_loss(logits, rollouts, c, advantages)
+        grads = torch.autograd.grad(loss, list(weights.values()), retain_graph=True)
+        made.append((dict(zip(weights, grads)), loss.item(), facts))
+    return made
+
+
+def distance(got: dict, want: dict) -> float:
+    """Relative to the norm over all parameters."""
+    assert got.keys() == want.keys()
+    square = lambda tensors: sum(t.double().square().sum().item() for t in tensors)
+    return math.sqrt(square(got[k].double() - want[k].double() for k in want) / square(want.values()))
+
+
+def case_config(loss_type, scale, mask, **more):
+    return Config(loss_type=loss_type, scale_rewards=scale, mask_truncated_completions=mask, num_generations=4,
+                  temperature=TEMPERATURE, max_completion_length=LONGEST, **more)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """(gradient, loss, facts) for each of CASES."""
+    configs = [case_config(*case) for case in CASES]
+    return dict(zip(CASES, plain_gradients(checkpoint[0], ragged_rollouts(), configs)))
+
+
+def test_the_plain_forward_equals_transformers(checkpoint):
+    folder, oracle = checkpoint
+    policy = Policy.from_folder(folder, dtype=DOUBLE)
+    ids = padded(ragged_rollouts())
+    with torch.no_grad():
+        ours, theirs = plain_logits(plain_weights(policy), policy.config, ids), oracle(ids).logits
+    assert theirs.std() > 0.5 and (ours - theirs).abs().max() < 1e-4
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# L1: cutting the batch and spreading it do not change the gradient
+# ---------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("dtype, limit", [(DOUBLE, 1e-12), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("loss_type, scale, mask", CASES)
+@pytest.mark.parametrize("world", ["one_rank", "two_ranks"])
+def test_gradient_equals_the_padded_loop(request, expected, world, loss_type, scale, mask, dtype, limit):
+    results = request.getfixturevalue(world)
+    grad, loss, facts = expected[loss_type, scale, mask]
+    norm = math.sqrt(sum(g.square().sum().item() for g in grad.values()))
+    for result in results if world == "two_ranks" else [results]:
+        for budget in BUDGETS:
+            got = result["gradients"][f"{loss_type} {scale} {mask} {budget} {dtype}"]
+            assert distance(got["grad"], grad) < limit
+            assert got["sums"]["loss"] == pytest.approx(loss, rel=100 * limit)
+            assert got["sums"]["grad_norm"] == pytest.approx(norm, rel=100 * limit)
+            assert got["sums"]["tokens"] == facts["tokens"]
+            assert got["sums"]["entropy"] == pytest.approx(facts["entropy"], rel=1e-5)
+            assert got["sums"]["gap"] == pytest.approx(facts["gap"], rel=1e-5)
+
+
+def test_the_cases_differ_and_hold_what_they_are_for(expected):
+    """Equal gradients would prove nothing if the cases were alike, or the cap and the masks never at work."""
+    for case, (grad, _, facts) in expected.items():
+        assert 5 < facts["capped"] < facts["tokens"] - 5
+        assert all(distance(other, grad) > 1e-3 for key, (other, _, _) in expected.items() if key != case)
+    batch = ragged_rollouts()
+    assert any(r.truncated for r in batch) and any(r.reward is None for r in batch)
+    assert sum(not math.isfinite(p) for r in batch for p in r.sampler_logps) > 5
+
+
+@pytest.mark.parametrize("loss_type, scale, mask", CASES)
+def test_gradient_equals_transformers(checkpoint, one_rank, loss_type, scale, mask):
+    """Temperature included: the logits are transformers'."""
+    oracle = checkpoint[1]
+    oracle.zero_grad()
+    ids = padded(ragged_rollouts())
+    loss, _ = plain_loss(oracle(ids).logits, ragged_rollouts(), case_config(loss_type, scale, mask))
+    loss.backward()
+    want = {name: p.grad for name, p in oracle.named_parameters()}
+    assert distance(one_rank["gradients"][f"{loss_type} {scale} {mask} 40 torch.float32"]["grad"], want) < 1e-4
+
+
+def test_ranks_see_the_same_sums(two_ranks):
+    first, second = (r["gradients"] for r in two_ranks)
+    assert all(first[key]["sums"] == second[key]["sums"] for key in first)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# L2: denominators
+# ---------------------------------------------------------------------------------------------------------------
+
+def test_completion_weights_by_hand():
+    tokens = [2, 4, 0, 1]
+    assert completion_weights(tokens, "grpo", 10) == pytest.approx([1 / 6, 1 / 12, 0, 1 / 3])
+    assert completion_weights(tokens, "dapo", 10) == pytest.approx([1 / 7, 1 / 7, 0, 1 / 7])
+    assert completion_weights(tokens, "dr_grpo", 10) == pytest.approx([1 / 30, 1 / 30, 0, 1 / 30])
+    assert completion_weights(tokens, "dr_grpo", 5) == pytest.approx([1 / 15, 1 / 15, 0, 1 / 15])
+    for loss_type in ("grpo", "dapo", "dr_grpo"):
+        assert completion_weights([0, 0], loss_type, 10) == [0, 0]
+
+
+def loss_of(policy, rollouts, world=None, **options):
+    """update() on hand-made advantages, without correction: the loss, and all the sums."""
+    c = Config(**{"num_generations": len(rollouts), "max_completion_length": 10, "max_grad_norm": 1e30,
+                  "vllm_importance_sampling_correction": False, **options})
+    reduced = Reduced(policy, c, world or World())
+    sums = update(policy, reduced.optimizer, rollouts, 0.0, c, reduced.world)
+    return sums, reduced.pop() if reduced.seen else {}
+
+
+@pytest.fixture
+def policy(checkpoint):
+    return Policy.from_folder(checkpoint[0], dtype=DOUBLE)
+
+
+# Tokens 2, 4, 3 and 1 with advantages 1, -0.5, 0 and 2: sums 2, -2, 0 and 2.
+@pytest.mark.parametrize("loss_type, loss", [("dapo", -2 / 10), ("grpo", -(1 - 0.5 + 0 + 2) / 4), ("dr_grpo", -2 / 40)])
+def test_denominators_count_tokens_of_advantage_zero(policy, loss_type, loss):
+    batch = [rollout(completion=range(2, 2 + n), advantage=a) for n, a in [(2, 1.0), (4, -0.5), (3, 0.0), (1, 2.0)]]
+    sums, _ = loss_of(policy, batch, loss_type=loss_type)
+    assert sums["loss"] == pytest.approx(loss, rel=1e-12) and sums["tokens"] == 10
+
+
+# Without the unrewarded, the truncated and the broken token there remain 2, 3 and 1 tokens with sums 2, -1.5 and 2.
+@pytest.mark.parametrize("loss_type, loss", [("dapo", -2.5 / 6), ("grpo", -2.5 / 3), ("dr_grpo", -2.5 / 30)])
+def test_denominators_come_after_every_mask(policy, loss_type, loss):
+    batch = [rollout(completion=range(2, 4), advantage=1.0),
+             rollout(completion=range(2, 6), advantage=-0.5, logps=[-1, NAN, -1, -1]),
+             rollout(completion=range(2, 5), advantage=5.0, reward=None),
+             rollout(completion=range(2, 10), advantage=7.0, truncated=True),
+             rollout(completion=range(2, 4), advantage=9.0, logps=[NAN, -INF]),
+             rollout(completion=range(2, 3), advantage=2.0)]
+    sums, _ = loss_of(policy, batch, loss_type=loss_type, mask_truncated_completions=True)
+    assert sums["loss"] == pytest.approx(loss if loss_type != "grpo" else -(1 - 0.5 + 2) / 3, rel=1e-12)
+    assert sums["tokens"] == 6 and sums["broken_logprobs"] == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# L3: the sampler's ids are trained as they are
+# ---------------------------------------------------------------------------------------------------------------
+
+def end_of_text(folder, policy, batch, **options):
+    """(distance to the plain loop, the gradient): all advantages 1 over the tokens that are there."""
+    for r in batch:
+        r.advantage = 1.0
+    _, grad = loss_of(policy, batch, **options)
+    c = Config(num_generations=len(batch), vllm_importance_sampling_correction=False, **options)
+    [(want, _, _)] = plain_gradients(folder, batch, [c], [1.0] * len(batch))
+    return distance(grad, want), grad
+
+
+def test_an_emitted_eos_is_trained(checkpoint, policy):
+    with_eos = [rollout(prompt=[3, 4], completion=[5, 6, EOS])]
+    far, grad = end_of_text(checkpoint[0], policy, with_eos)
+    assert far < 1e-12
+    [(without, _, _)] = plain_gradients(checkpoint[0], [rollout(prompt=[3, 4], completion=[5, 6])],
+                                        [Config(num_generations=1, vllm_importance_sampling_correction=False)], [1.0])
+    assert distance(grad, without) > 0.1
+
+
+@pytest.mark.parametrize("cut", [[5, 6], [5, EOS, 6], [EOS]])
+def test_nothing_is_appended_to_a_truncated_completion(checkpoint, cut):
+    """Untied, the last token of a completion gets no gradient in the embedding table: nothing is predicted from it."""
+    folder = checkpoint[0].parent / "untied"
+    write_checkpoint(folder, "llama-biases", scale=5.0, **SMALL)
+    policy = Policy.from_folder(folder, dtype=DOUBLE)
+    far, grad = end_of_text(folder, policy, [rollout(prompt=[3, 4], completion=[*cut, 9], truncated=True)])
+    rows = grad["model.embed_tokens.weight"].abs().sum(-1)
+    assert far < 1e-12
+    assert rows[9] == 0 and all(rows[t] > 0 for t in {3, 4, *cut})
+
+
+def test_eos_as_padding_and_inside_prompts_is_harmless(checkpoint, policy):
+    """Lengths decide, ids do not: EOS first, last, doubled, in the prompt, beside longer neighbours."""
+    batch = [rollout(prompt=[EOS, 3, EOS], completion=[5, EOS, EOS]), rollout(prompt=[EOS], completion=[EOS]),
+             rollout(prompt=[7] * 9, completion=[8] * 7 + [EOS]), rollout(prompt=[4, EOS], completion=[EOS, 6, 7])]
+    far, _ = end_of_text(checkpoint[0], policy, batch)
+    assert far < 1e-12
+
+
+class FakeTokenizer:
+    eos_token_ids = [1, 2]
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+class FakeEngine:
+    weight_version = 7
+
+    def __init__(self, completions):
+        self.completions = completions
+
+    def generate(self, prompts, **options):
+        self.prompts, self.options = prompts, options
+        return self.completions
+
+
+def test_rollouts_take_ids_as_sampled():
+    """Truncated means: the last id is none of the EOS ids, whatever the length."""
+    groups = [[([5, 6, 1], [-1.0, -2.0, -3.0]), ([1, 5, 6], [-1.0, -1.0, -1.0])],
+              [([2], [-0.5]), ([7], [-0.25])]]
+    engine = FakeEngine(groups)
+    prompts = [(4, Prompt("a", [3], {})), (9, Prompt("b", [3, 3], {}))]
+    c = Config(num_generations=2, max_completion_length=3, temperature=0.6, seed=11)
+    made = minigrpo.generate_rollouts(engine, prompts, 5, FakeTokenizer(), c)
+    assert [(r.completion_ids, r.sampler_logps) for r in made] == [pair for group in groups for pair in group]
+    assert [r.truncated for r in made] == [False, True, False, True]
+    assert [r.slot for r in made] == [8, 9, 18, 19] and {r.weight_version for r in made} == {7}
+    assert [r.prompt_ids for r in made] == [[3], [3], [3, 3], [3, 3]] and made[1].completion == "1 5 6"
+    assert engine.prompts == [[3], [3, 3]]
+    assert engine.options == dict(n=2, max_tokens=3, temperature=0.6, eos_token_ids=[1, 2],
+                                  seeds=[sample_seed(11, 5, 0, 4), sample_seed(11, 5, 0, 9)])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# L4: advantages
+# ---------------------------------------------------------------------------------------------------------------
+
+def advantages(*groups, scale="group"):
+    return group_advantages(torch.tensor(groups, dtype=DOUBLE), scale).tolist()
+
+
+def test_one_success_in_eight():
+    # mean 1/8; std with Bessel sqrt((49/64 + 7/64) / 7) = sqrt(1/8) = 0.3535534
+    [[first, *others]] = advantages([1, 0, 0, 0, 0, 0, 0, 0])
+    assert first == pytest.approx(0.875 / (math.sqrt(1 / 8) + 1e-4), rel=1e-12)
+    assert others == pytest.approx([-0.125 / (math.sqrt(1 / 8) + 1e-4)] * 7, rel=1e-12)
+    assert round(first, 4) == 2.4742 and round(others[0], 4) == -0.3535
+
+
+def test_missing_rewards_stay_out_of_mean_and_std():
+    assert advantages([1, NAN, 0, NAN])[0] == pytest.approx([0.5 / (math.sqrt(0.5) + 1e-4), 0,
+                                                            -0.5 / (math.sqrt(0.5) + 1e-4), 0])
+    assert advantages([5, NAN, NAN, NAN], [NAN] * 4) == [[0] * 4] * 2
+    assert advantages([5, NAN, NAN, 4], [NAN] * 4, scale="none") == [[0.5, 0, 0, -0.5], [0] * 4]
+    assert advantages([5, NAN, NAN, NAN], scale="none") == advantages([5, NAN, NAN, NAN], scale="batch") == [[0] * 4]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_rewards_that_agree_give_exactly_zero(scale):
+    agree = [0.1 + 0.2, 0.3, 0.3, 0.3]  # differ in the last bit
+    near, apart = [0.0, 0.0, 0.0, 1e-6], [0.0, 0.0, 0.0, 1.1e-6]
+    a, b, c = advantages(agree, near, apart, scale=scale)
+    assert a == b == [0.0] * 4
+    assert c[3] > 0 > c[0]
+    assert advantages([NAN, 2, 2, 2], scale=scale) == [[0.0] * 4]
+
+
+def test_scale_over_the_batch_or_not_at_all():
+    # All rewards 0, 1, 2, 5: mean 2, squares 4 + 1 + 0 + 9, std sqrt(14 / 3); group means 0.5 and 3.5.
+    assert advantages([0, 1], [2, 5], scale="none") == [[-0.5, 0.5], [-1.5, 1.5]]
+    std = math.sqrt(14 / 3) + 1e-4
+    [a, b] = advantages([0, 1], [2, 5], scale="batch")
+    assert a == pytest.approx([-0.5 / std, 0.5 / std]) and b == pytest.approx([-1.5 / std, 1.5 / std])
+    [a, b, _] = advantages([0, 1], [2, 5], [NAN, NAN], scale="batch")  # what is missing is missing there as well
+    assert a == pytest.approx([-0.5 / std, 0.5 / std]) and b == pytest.approx([-1.5 / std, 1.5 / std])
+
+
+def test_groups_go_by_index_so_that_duplicate_prompts_stay_apart():
+    batch = [rollout(i, prompt=[3, 4], reward=r) for i, r in enumerate([1.0, 0.0, 5.0, 3.0])]
+    scores = assign_advantages(batch, Config(num_generations=2, scale_rewards="none"))
+    assert [r.advantage for r in batch] == [0.5, -0.5, 1.0, -1.0] and scores.tolist() == [[1, 0], [5, 3]]
+
+
+def test_masked_truncated_completions_stay_in_mean_and_std(policy):
+    batch = [rollout(i, reward=r, truncated=t) for i, (r, t) in enumerate([(1.0, True), (0.0, False), (0.0, False)])]
+    c = Config(num_generations=3, scale_rewards="none", mask_truncated_completions=True)
+    assign_advantages(batch, c)
+    assert [r.advantage for r in batch] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    sums, _ = loss_of(policy, batch, mask_truncated_completions=True)
+    assert sums["loss"] == pytest.approx(1 / 3) and sums["tokens"] == 6  # the truncated one itself does not train
+
+
+def test_unrewarded_completions_replace_old_advantages():
+    batch = [rollout(i, reward=None, advantage=3.0) for i in range(2)]
+    assign_advantages(batch, Config(num_generations=2))
+    assert [r.advantage for r in batch] == [0.0, 0.0]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# L5 and the clipped surrogate
+# ---------------------------------------------------------------------------------------------------------------
+
+def surrogate(ratios, advantages, *, gaps=None, weight=None, cap=None, epsilon=0.2, epsilon_high=0.3):
+    """(loss, gradient of each log-probability, sums) with old log-probabilities of -1."""
+    ratios = torch.tensor(ratios, dtype=DOUBLE)
+    logp = (ratios.log() - 1).requires_grad_()
+    old = torch.full_like(ratios, -1.0)
+    sampler = old - torch.tensor(gaps if gaps is not None else [0.0] * len(ratios), dtype=DOUBLE)
+    weight = torch.tensor(weight if weight is not None else [1.0] * len(ratios), dtype=DOUBLE)
+    loss, sums = policy_loss(logp, old, sampler, torch.tensor(advantages, dtype=DOUBLE), weight, epsilon=epsilon,
+                             epsilon_high=epsilon_high, importance_cap=cap)
+    loss.backward()
+    return loss.item(), logp.grad.tolist(), {k: v.item() for k, v in sums.items()}
+
+
+@pytest.mark.parametrize("ratio, advantage, value, slope, clipped", [
+    (1.5, 2.0, 2 * 1.3, 0, True),       # already likelier than 1 + epsilon_high: no more
+    (1.25, 2.0, 2 * 1.25, 2.5, False),  # above 1 + epsilon, under 1 + epsilon_high
+    (0.5, 2.0, 2 * 0.5, 1.0, False),    # a good token that became rare: pulled back, never clipped
+    (0.5, -2.0, -2 * 0.8, 0, True),
+    (0.9, -2.0, -2 * 0.9, -1.8, False),
+    (1.5, -2.0, -2 * 1.5, -3.0, False),
+    (1.0, 0.0, 0, 0, False), (1.5, 0.0, 0, 0, False), (0.5, 0.0, 0, 0, False)])
+def test_clipping_by_hand(ratio, advantage, value, slope, clipped):
+    loss, grad, sums = surrogate([ratio], [advantage])
+    assert loss == pytest.approx(-value) == sums["loss"] and grad == pytest.approx([-slope])
+    assert sums["clipped"] == clipped and sums["tokens"] == 1
+
+
+def test_weights_multiply_and_masked_tokens_count_nowhere():
+    loss, grad, sums = surrogate([1.0, 1.1, 1.5], [1.0, -2.0, 1.0], weight=[0.25, 0.5, 0.0], gaps=[0.0, 0.1, 9.0])
+    assert loss == pytest.approx(-0.25 + 1.1) and grad == pytest.approx([-0.25, 1.1, 0])
+    assert (sums["tokens"], sums["clipped"]) == (2, 0)
+    assert sums["gap"] == pytest.approx(0.1) == sums["gap_max"]
+
+
+def test_importance_correction_is_capped_above_and_measured_uncapped():
+    # Trainer over sampler probability 4, 0.5, 1 and 2.5, with a cap of 2: weights 2, 0.5, 1 and 2.
+    gaps = [math.log(4), math.log(0.5), 0.0, math.log(2.5)]
+    loss, grad, sums = surrogate([1.0] * 4, [1.0, 1.0, 1.0, -1.0], gaps=gaps, cap=2.0)
+    assert loss == pytest.approx(-(2 + 0.5 + 1 - 2)) and grad == pytest.approx([-2, -0.5, -1, 2])
+    assert sums["mismatch"] == pytest.approx(8) and sums["mismatch_max"] == pytest.approx(4)
+    assert sums["mismatch_squared"] == pytest.approx(16 + 0.25 + 1 + 6.25)
+    assert sums["gap_max"] == pytest.approx(math.log(4))
+    assert sums["gap"] == pytest.approx(math.log(4) + math.log(2) + math.log(2.5))
+    loss, _, without = surrogate([1.0] * 4, [1.0, 1.0, 1.0, -1.0], gaps=gaps, cap=None)
+    assert loss == pytest.approx(-2)
+    assert {k: v for k, v in without.items() if k != "loss"} == {k: v for k, v in sums.items() if k != "loss"}
+
+
+@pytest.mark.parametrize("broken", [dict(logp=-INF), dict(logp=200.0), dict(old=-INF), dict(old=-1e5), dict(sampler=NAN),
+                                    dict(sampler=-INF), dict(sampler=INF), dict(sampler=-1e5)], ids=str)
+def test_masked_tokens_are_harmless_whatever_stands_there(broken):
+    values = dict(logp=-1.0, old=-1.0, sampler=-1.0) | broken
+    logp, old, sampler = (torch.tensor([-1.0, values[k], -2.0]) for k in ("logp", "old", "sampler"))
+    logp.requires_grad_()
+    loss, sums = policy_loss(logp, old, sampler, torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.5, 0.0, 0.5]),
+                             epsilon=0.2, epsilon_high=0.2, importance_cap=3.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(-1.0) and logp.grad.tolist() == pytest.approx([-0.5, 0.0, -0.5])
+    assert sums["gap"] == 0 and sums["mismatch"] == 2 and all(v.isfinite() for v in sums.values())
+
+
+def test_temperature_and_gap_against_transformers(checkpoint):
+    """With the sampler's log-probabilities taken from transformers' logits / T, the gap is rounding."""
+    folder, oracle = checkpoint
+    batch = [r for r in ragged_rollouts() if r.reward is not None]
+    with torch.no_grad():
+        tables = (oracle(padded(batch)).logits / 0.6).log_softmax(-1)
+    entropy = 0.0
+    for r, table in zip(batch, tables):
+        rows = table[len(r.prompt_ids) - 1:len(r.prompt_ids) + len(r.completion_ids) - 1]
+        r.sampler_logps = [row[t].item() for row, t in zip(rows, r.completion_ids)]
+        entropy -= (rows.exp() * rows).sum().item()
+    sums, _ = loss_of(Policy.from_folder(folder), batch, temperature=0.6)
+    assert sums["tokens"] == sum(len(r.completion_ids) for r in batch)
+    assert sums["gap_max"] < 2e-5 and sums["mismatch_max"] == pytest.approx(1, abs=2e-5)
+    assert sums["mismatch"] == pytest.approx(sums["tokens"], rel=1e-5)
+    assert sums["entropy"] == pytest.approx(entropy, rel=1e-5)
+    hotter, _ = loss_of(Policy.from_folder(folder), batch, temperature=1.0)
+    assert hotter["gap_max"] > 0.1
+
+
+def test_correction_and_its_cap_reach_the_update(checkpoint, policy):
+    batch = ragged_rollouts()[:4]
+    options = [dict(), dict(vllm_importance_sampling_clip_max=1.5), dict(vllm_importance_sampling_correction=False)]
+    configs = [Config(num_generations=4, **o) for o in options]
+    assign_advantages(batch, configs[0])
+    reduced = Reduced(policy, Config(max_grad_norm=1e30), World())
+    wanted = plain_gradients(checkpoint[0], batch, configs)
+    for c, (want, _, _) in zip(configs, wanted):
+        update(policy, reduced.optimizer, batch, 0.0, c, reduced.world)
+        assert distance(reduced.pop(), want) < 1e-12
+    assert min(distance(wanted[i][0], wanted[j][0]) for i, j in [(0, 1), (0, 2), (1, 2)]) > 1e-3
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# L6: on policy; nothing to train; not finite
+# ---------------------------------------------------------------------------------------------------------------
+
+def test_with_one_update_the_ratio_is_exactly_one(policy):
+    """A band of one rounding error around 1 clips nothing and changes no bit."""
+    batch = ragged_rollouts()
+    assign_advantages(batch, Config(num_generations=4))
+    reduced = Reduced(policy, Config(max_grad_norm=1e30), World())
+    made = []
+    for epsilon, high in [(0.2, 0.0), (1e-15, 0.0), (1e-15, 1e-15)]:
+        c = Config(num_generations=4, epsilon=epsilon, epsilon_high=high)
+        sums = update(policy, reduced.optimizer, batch, 0.0, c, reduced.world)
+        assert sums["clipped"] == 0
+        made.append((sums["loss"], reduced.pop()))
+    assert made[0][0] == made[1][0] == made[2][0]
+    assert all(torch.equal(g, made[0][1][name]) for _, grad in made for name, g in grad.items())
+
+
+@pytest.fixture(scope="module")
+def all_ranks(one_rank, two_ranks):
+    """The odd batches of the only rank, and of each of two."""
+    return [one_rank["odd"], *(r["odd"] for r in two_ranks)]
+
+
+@pytest.mark.parametrize("name", ["none rewarded", "no finite sampler"])
+def test_batches_that_train_nothing(all_ranks, name):
+    for odd in all_ranks:
+        row = odd[name]["row"]
+        assert row["loss"] == 0 and row["grad_norm"] == 0 and row["skipped_updates"] == 0
+        assert all(g.isfinite().all() and not g.any() for g in odd[name]["grad"].values())
+        assert all(v is None or math.isfinite(v) for v in row.values())
+        assert odd[name]["weights"].isfinite().all()
+        assert row["unscored"] == (8 if name == "none rewarded" else 0)
+        assert row["broken_logprobs"] == (0 if name == "none rewarded" else 24)
+
+
+def test_equal_rewards_train_on_zeros(all_ranks):
+    for odd in all_ranks:
+        row = odd["equal rewards"]["row"]
+        assert row["loss"] == 0 and row["grad_norm"] == 0 and row["frac_reward_zero_std"] == 1
+        assert row["entropy"] > 0.1  # they count as trained
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update_everywhere(all_ranks):
+    for odd in all_ranks:
+        assert not odd["not finite"]["changed"] and odd["not finite"]["row"]["skipped_updates"] == 1
+        assert not math.isfinite(odd["not finite"]["row"]["grad_norm"])
+        assert not odd["nan of the last rank"]["changed"]
+        assert not math.isfinite(odd["nan of the last rank"]["norm"])
+        for name in ("usual", "usual again"):  # `changed` does see changes, and the run goes on
+            assert odd[name]["changed"] and odd[name]["row"]["skipped_updates"] == 0
+            assert odd[name]["row"]["grad_norm"] > 0 and odd[name]["weights"].isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# L8: no rank hangs another
+# ---------------------------------------------------------------------------------------------------------------
+
+def test_ranks_with_uneven_work_agree(all_ranks):
+    """One sequence for two ranks, or none at all: the same rows, and the same weights to the last bit on both."""
+    one, first, second = all_ranks
+    for name in one:
+        if "row" in one[name]:
+            a, b = first[name]["row"], second[name]["row"]
+            assert {k: repr(v) for k, v in a.items()} == {k: repr(v) for k, v in b.items()}
+            for key, value in one[name]["row"].items():
+                close = value is None or a[key] == pytest.approx(value, rel=1e-3, abs=1e-6, nan_ok=True)
+                assert close or "per_gpu" in key, (name, key)
+            assert torch.equal(first[name]["weights"], second[name]["weights"])
+            assert (first[name]["weights"][:len(one[name]["weights"])] - one[name]["weights"]).abs().max() < 1e-4
+    assert one["one trains"]["row"]["grad_norm"] > 0 and one["one trains"]["changed"]
+
+
+REWARD = "def remainder(completion_ids, **_):\n    return [float(sum(ids) % 3) for ids in completion_ids]\n"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Run folders of the same two steps of one prompt each, with 1 rank (here), and 2 and 3 under torchrun."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_checkpoint(folder / "model", "llama-tied", scale=2.0, **{**SMALL, "vocab_size": 14, "eos_token_id": 12})
+    write_digits_tokenizer(folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    options = dict(model=folder / "model", reward=f"{folder}/reward.py:remainder", reward_workers=0, prompts_per_step=1,
+                   num_generations=6, max_steps=2, max_completion_length=5, max_prompt_length=8, micro_batch_tokens=16,
+                   temperature=0.8, learning_rate=1e-2, adam_epsilon=1e-3, eval_steps=1, seed=3)
+    flags = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    started = [ranks.start(n, "minigrpo.py", *flags, "--out", folder / str(n)) for n in (2, 3)]
+    minigrpo.train(minigrpo.parse([*flags, "--out", str(folder / "1")]), World())
+    for process in started:
+        ranks.finish(process)
+    return folder
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_more_ranks_than_prompts_give_the_same_run(runs, n):
+    for step in (0, 1):
+        path = f"rollouts/step_{step}.jsonl"
+        one, many = rows_of(runs / "1" / path), rows_of(runs / str(n) / path)
+        keys = [f.name for f in dataclasses.fields(minigrpo.Rollout) if f.name not in ("sampler_logps", "advantage")]
+        assert len(one) == 6 and [[r[k] for k in keys] for r in one] == [[r[k] for k in keys] for r in many]
+        assert [r["advantage"] for r in one] == [r["advantage"] for r in many]
+        assert all(a["sampler_logps"] == pytest.approx(b["sampler_logps"], abs=1e-5) for a, b in zip(one, many))
+    one, many = rows_of(runs / "1" / "metrics.jsonl"), rows_of(runs / str(n) / "metrics.jsonl")
+    assert len(one) == len(many) == 3
+    for a, b in zip(one, many):
+        assert a.keys() == b.keys() == set(minigrpo.METRICS)
+        for key in a:
+            if not key.startswith(("time/", "tokens_per")):
+                assert a[key] == b[key] or a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-5), key
+    a, b = (Policy.from_folder(runs / x / "latest") for x in ("1", str(n)))
+    assert all((p - q).abs().max() < 1e-4 for p, q in zip(a.parameters(), b.parameters()))
+    start = Policy.from_folder(runs / "model")
+    assert max((p - q).abs().max() for p, q in zip(a.parameters(), start.parameters())) > 1e-3
+
+
+def test_a_run_records_what_happened(runs):
+    """Rewards and advantages worked out again from the rollouts; the gap of the layout without vLLM is rounding."""
+    rows = rows_of(runs / "2" / "metrics.jsonl")
+    for step in (0, 1):
+        rollouts = rows_of(runs / "2" / f"rollouts/step_{step}.jsonl")
+        rewards = [float(sum(r["completion_ids"]) % 3) for r in rollouts]
+        assert [r["reward"] for r in rollouts] == rewards and len(set(rewards)) > 1
+        std = statistics.stdev(rewards)
+        assert [r["advantage"] for r in rollouts] == pytest.approx(
+            [(x - statistics.fmean(rewards)) / (std + 1e-4) for x in rewards])
+        assert [r["slot"] for r in rollouts] == list(range(6)) and {r["weight_version"] for r in rollouts} == {step}
+        row, lengths = rows[step], [len(r["completion_ids"]) for r in rollouts]
+        assert row["step"] == row["weight_version"] == step
+        assert row["reward"] == pytest.approx(statistics.fmean(rewards)) and row["reward_std"] == pytest.approx(std)
+        assert row["completions/mean_length"] == pytest.approx(statistics.fmean(lengths))
+        assert row["completions/clipped_ratio"] == statistics.fmean(r["completion_ids"][-1] != 12 for r in rollouts)
+        assert row["loss"] == pytest.approx(
+            -sum(n * r["advantage"] for n, r in zip(lengths, rollouts)) / sum(lengths), abs=1e-4)
+        assert row["logprob_gap/max"] < 1e-4 and row["importance_ratio/max"] == pytest.approx(1, abs=1e-4)
+        assert row["ess"] == pytest.approx(1, abs=1e-4) and row["clip_ratio"] == 0 and row["skipped_updates"] == 0
+        assert row["grad_norm"] > 0 and row["learning_rate"] == 1e-2
+    assert rows[2]["step"] == 2 and rows[2]["eval/accuracy"] is not None and rows[2]["loss"] is None

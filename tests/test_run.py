@@ -1,0 +1,156 @@
+"""The program as a user starts it: the bare command with the real engine, the run folder, errors in plain words."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from test_colocate import torchrun
+
+from data import Tokenizer, load_prompts
+from minigrpo import METRICS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def rows(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """The bare command on two CPU ranks; only the folder is named, so that nothing is left behind."""
+    out = tmp_path_factory.mktemp("bare")
+    result = torchrun(2, ROOT / "minigrpo.py", "--colocate", "--out", out / "run")
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return out / "run", result.stdout
+
+
+def test_bare_command_learns_to_add(bare):
+    run, console = bare
+    metrics = rows(run)
+    assert metrics[0]["eval/accuracy"] < 0.5 and metrics[-1]["eval/accuracy"] > 0.9
+    assert sum(row["time/step"] for row in metrics[:-1]) < 180
+    assert len(metrics) == 201 and [row["step"] for row in metrics] == list(range(201))
+    assert all(set(row) == set(METRICS) for row in metrics)
+    lines = [line for line in console.splitlines() if line.startswith("step ")]
+    assert len(lines) == 200 and all(word in lines[0] for word in (
+        "reward", "accuracy", "length", "gap", "generate", "update", "handoff", "left"))
+    assert "supervised" in console and f"→ {metrics[-1]['eval/accuracy']:.1%}" in console and "step_200" in console
+
+
+def test_bare_command_h1_and_h2_at_every_step(bare):
+    metrics = rows(bare[0])
+    assert max(row["logprob_gap/mean"] for row in metrics[:-1]) < 1e-5
+    assert [row["weight_version"] for row in metrics] == [row["step"] for row in metrics]
+    assert all(row["ess"] > 0.999 and row["skipped_updates"] == 0 for row in metrics[:-1])
+
+
+def test_rollouts_are_kept_for_the_last_steps(bare):
+    folder = bare[0] / "rollouts"
+    assert {p.name for p in folder.iterdir()} == {f"step_{i}.jsonl" for i in range(190, 200)}
+    rollouts = [json.loads(line) for line in (folder / "step_199.jsonl").read_text().splitlines()]
+    assert [r["slot"] for r in rollouts] == list(range(32 * 16))
+    for r in rollouts:
+        a, b = r["prompt"].rstrip("=").split("+")
+        numbers = re.findall(r"\d+", r["completion"])
+        assert r["reward"] == bool(numbers and int(numbers[-1]) == int(a) + int(b))
+        assert len(r["completion_ids"]) == len(r["sampler_logps"])
+        assert r["truncated"] == (r["completion_ids"][-1] != 12) and r["weight_version"] == 199
+
+
+def test_saved_model_loads_in_transformers_and_vllm_with_the_accuracy_that_was_printed(bare, tmp_path):
+    run, _ = bare
+    folder = (run / "latest").resolve()
+    assert folder.name == "step_200" and not list(run.glob("*.partial"))
+    tokenizer = Tokenizer(folder)
+    prompts = load_prompts("digits", tokenizer, max_prompt_length=8).train
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    right = 0
+    for prompt in prompts:
+        ids = theirs.generate(torch.tensor([prompt.token_ids]), max_new_tokens=4, do_sample=False, eos_token_id=12,
+                              pad_token_id=13)[0, len(prompt.token_ids):]
+        right += tokenizer.decode(ids.tolist()) == prompt.columns["answer"]
+    accuracy = rows(run)[-1]["eval/accuracy"]
+    assert abs(right / len(prompts) - accuracy) <= 0.01  # a tie between two tokens may fall the other way
+    program = f"""
+import json
+from vllm import LLM, SamplingParams
+prompts = json.loads({json.dumps(json.dumps([p.token_ids for p in prompts]))})
+llm = LLM({str(folder)!r}, skip_tokenizer_init=True, enforce_eager=True, max_model_len=32, dtype="float32")
+outs = llm.generate([dict(prompt_token_ids=p) for p in prompts], use_tqdm=False,
+                    sampling_params=SamplingParams(temperature=0, max_tokens=4, detokenize=False, stop_token_ids=[12]))
+print("IDS", json.dumps([list(o.outputs[0].token_ids) for o in outs]))
+"""
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ids = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("IDS"))[4:])
+    answers = [tokenizer.decode(i) == p.columns["answer"] for i, p in zip(ids, prompts)]
+    assert abs(sum(answers) / len(prompts) - accuracy) <= 0.01
+
+
+def plain(*flags, cwd):
+    """python minigrpo.py, without torchrun and without vLLM."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run([sys.executable, str(ROOT / "minigrpo.py"), *map(str, flags)], capture_output=True,
+                          text=True, cwd=cwd, timeout=200, env=environment)
+
+
+def test_without_vllm_and_torchrun_and_a_finished_run_says_so(tmp_path):
+    first = plain("--max_steps", 2, cwd=tmp_path)
+    assert first.returncode == 0 and "done: accuracy" in first.stdout, first.stderr[-2000:]
+    [run] = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("tiny-digits-")
+    before = (run / "metrics.jsonl").read_bytes()
+    again = plain("--max_steps", 2, cwd=tmp_path)
+    assert again.returncode == 0 and "finished run" in again.stdout and "→" in again.stdout
+    assert (run / "metrics.jsonl").read_bytes() == before
+    other = plain("--max_steps", 1, cwd=tmp_path)  # another command: its own folder
+    assert other.returncode == 0 and len(list((tmp_path / "runs").iterdir())) == 2
+    fresh = plain("--max_steps", 2, "--fresh", cwd=tmp_path)
+    assert fresh.returncode == 0 and "done: accuracy" in fresh.stdout
+
+
+def test_a_prompt_file_and_a_reward_file_written_for_trl(tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def short(prompts, completions, completion_ids, level, trainer_state=None, log_metric=None, **kwargs):\n"
+        "    assert len(prompts) == len(completions) == len(completion_ids) == len(level) == 4\n"
+        "    return [len(c) / 10 + l for c, l in zip(completions, level)]\n")
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1=", "level": i}) + "\n" for i in range(5)))
+    done = plain("--data", "p.jsonl", "--reward", "reward.py:short", "--prompts_per_step", 3, "--num_generations", 4,
+                 "--max_steps", 2, "--out", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for line in (tmp_path / "run" / "rollouts" / "step_1.jsonl").read_text().splitlines():
+        r = json.loads(line)
+        assert r["reward"] == pytest.approx(len(r["completion"]) / 10 + int(r["prompt"][0]))
+    assert len(rows(tmp_path / "run")) == 3 and rows(tmp_path / "run")[0]["eval/accuracy"] is None
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--num_generations", 1], ["--num_generations 1", "use 8 or more"]),
+    (["--temperature", 0], ["--temperature 0", "0.7 to 1.0"]),
+    (["--top_p", 0.9], ["--top_p", "another distribution"]),
+    (["--data", "none.jsonl"], ["none.jsonl"]),
+    (["--model", "nowhere"], ["nowhere", "config.json"]),
+    (["--reward", "nothing"], ["nothing"]),
+    (["--colocate"], ["torchrun --nproc_per_node"]),
+    (["--max_completion_length", 100], ["--max_completion_length 100", "64"])])
+def test_mistakes_are_said_in_one_line(tmp_path, flags, words):
+    done = plain(*flags, cwd=tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert all(word in line for word in words), line
+
+
+def test_a_bug_keeps_its_traceback(tmp_path):
+    (tmp_path / "bug.py").write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport minigrpo\n"
+        "minigrpo.update = lambda *a: 1 / 0\nsys.argv = ['x', '--max_steps', '1']\nminigrpo.main()\n")
+    done = subprocess.run([sys.executable, "bug.py"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr and "Traceback" in done.stderr
