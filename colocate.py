@@ -164,11 +164,11 @@ def read_config(folder) -> dict:
 def checkpoint_shapes(folder) -> dict[str, tuple[int, ...]]:
     """Name → shape of every tensor in the folder's safetensors, from their headers."""
     shapes = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    for path in sorted(Path(folder).glob("model*.safetensors")):
         with safe_open(path, framework="pt") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     if not shapes:
-        raise UserError(f"{folder} holds no .safetensors file")
+        raise UserError(f"{folder} holds no model*.safetensors")
     return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
 
 

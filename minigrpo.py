@@ -41,7 +41,7 @@ import model
 import rewards
 from colocate import ColocatedEngine
 from data import Prompt, PromptSet, Tokenizer, UserError, load_prompts, prompt_indices, sample_seed
-from model import ModelConfig, Policy, sample, token_logprobs
+from model import ModelConfig, Policy, checkpoint_folder, sample, token_logprobs
 from rewards import Group, Scorer
 
 USER_ERRORS = (UserError, colocate.UserError, model.UserError, rewards.UserError)  # each module stands alone
@@ -56,7 +56,7 @@ class Config:
     """The command line. Names are TRL's where TRL has the option."""
 
     # what to train on
-    model: str = option("tiny", "a folder with a Hugging Face checkpoint; 'tiny' is built in")
+    model: str = option("tiny", "a folder with a Hugging Face checkpoint, or a hub id; 'tiny' is built in")
     data: str = option("digits", "prompts: a file, or a built-in task: digits (single-digit sums), sums (two-digit)")
     eval_data: str = option("", "a file of prompts to evaluate on; built-in tasks bring their own")
     reward: list[str] = option(("gsm8k",), "reward functions: built-in names or file.py:function")
@@ -120,7 +120,7 @@ REFUSED = {  # options that people bring along, and why they are not here
 }
 
 
-def check(c: Config, world_size: int) -> None:
+def check(c: Config) -> None:
     """Raises UserError for values with which no run makes sense, and names values with which one does."""
     at_least = dict(num_generations=2, prompts_per_step=1, max_completion_length=1, max_prompt_length=1,
                     micro_batch_tokens=1, warmup_steps=0, eval_steps=0, save_rollouts=0, reward_workers=0)
@@ -719,14 +719,13 @@ def train(c: Config, world: World) -> None:
     if run.finished and not c.fresh:
         return say(f"{run.folder} holds a finished run: {run.finished['result']} (--fresh starts anew)")
     run.begin()
-    folder = Path(c.model)
+    folder = run.folder / "tiny" if c.model == "tiny" else checkpoint_folder(c.model)
     if c.model == "tiny":
-        folder = run.folder / "tiny"
         say(f"built-in tiny model: {WARM_START['steps']} supervised steps on sums with {WARM_START['wrong']:.0%} wrong "
             "answers come first, so that GRPO finds something to reward")
         world.gather(write_tiny_model(folder, c.seed) if world.rank == 0 else None)
     tokenizer, prompts, held_out, scorer, policy = load(c, folder, world)
-    say("\n".join([f"{c.data}: {len(prompts.train)} prompts, {len(held_out)} to evaluate on", *prompts.notes]))
+    say("\n".join([*prompts.notes, f"{len(held_out)} prompts to evaluate on"]))
     engine = build_engine(c, folder, policy, world)
     optimizer = ShardedAdamW(policy, c, world)  # after the engine: vLLM measures the memory that is free
     say(f"{c.model} on {world.size} ranks, {c.max_steps} steps; everything is written to {run.folder}", flush=True)
@@ -807,7 +806,7 @@ def main() -> None:
     rank = int(os.environ.get("RANK", 0))
     try:
         c = parse(sys.argv[1:])
-        check(c, int(os.environ.get("WORLD_SIZE", 1)))
+        check(c)
         world = World()
         train(c, world)
         world.close()

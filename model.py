@@ -19,6 +19,7 @@ tensor parallelism (data parallel with a sharded optimizer reaches the sizes tha
 import functools
 import json
 import math
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 SUPPORTED = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ROPE_KEYS = {"default": (), "linear": ("factor",), "llama3": (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+FILES = ("model*.safetensors", "*.json", "*.jinja", "merges.txt", "tokenizer.model", "LICENSE*")  # of a checkpoint
 LOGITS_IN_FLIGHT = 2**27  # elements of one [chunk, vocabulary] block: 512 MiB in fp32
 
 
@@ -78,8 +82,10 @@ class ModelConfig:
         refuse_unsupported(path, raw)
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ("default", "linear", "llama3"):
-            raise UserError(f"{path}: rope type {kind!r} is not supported; supported: default, linear, llama3")
+        if kind not in ROPE_KEYS:
+            raise UserError(f"{path}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_KEYS)}")
+        if missing := [key for key in ROPE_KEYS[kind] if key not in rope]:
+            raise UserError(f"{path}: rope type {kind!r} lacks {', '.join(missing)}")
         heads, bias = raw["num_attention_heads"], bool(raw.get("attention_bias", False))
         return cls(
             **{key: raw[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -95,6 +101,21 @@ class ModelConfig:
             mlp_bias=bool(raw.get("mlp_bias", False)),
             qk_norm=family == "qwen3",
         )
+
+
+def checkpoint_folder(name: str) -> Path:
+    """A folder as it is; otherwise a Hugging Face hub id, of which only the files needed are fetched."""
+    if Path(name).is_dir():
+        return Path(name)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise UserError(f"--model {name}: no such folder, and no hub id of the form organisation/model")
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except Exception as error:  # no network, no such model, a gate: the library's errors share no base class
+        raise UserError(f"--model {name}: no such folder, and fetching it from the hub failed ({type(error).__name__}:"
+                        f" {str(error).strip().splitlines()[0][:200]}). Where there is network: hf download {name} "
+                        "--local-dir DIR; then --model DIR") from None
 
 
 def refuse_unsupported(path: Path, raw: dict) -> None:
@@ -252,7 +273,7 @@ class Policy(nn.Module):
         """Writes model.safetensors in the working dtype; config, tokenizer and template files come from `source`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for pattern in ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "LICENSE*") if source else ():
+        for pattern in FILES[1:] if source else ():
             for file in Path(source).glob(pattern):
                 if not file.name.endswith(".safetensors.index.json"):
                     shutil.copyfile(file, folder / file.name)

@@ -1,7 +1,10 @@
 """Small random checkpoints of every supported family, written by transformers, which is the oracle in these tests."""
 
+import json
+
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SMALL = dict(vocab_size=160, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=64, max_position_embeddings=512, rms_norm_eps=1e-5,
@@ -38,3 +41,19 @@ def write_checkpoint(folder, family: str, scale: float = 6.0, **changes):
                 parameter.mul_(scale)  # the default init is so flat that a wrong rotation would hardly show
     model.save_pretrained(folder)
     return model
+
+
+TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def write_tokenizer(folder, eos_token_id=1):
+    """A byte-level tokenizer of 259 tokens with a chat template; goes with vocab_size 259 or more."""
+    special = ["<|endoftext|>", "<|im_end|>", "<|im_start|>"]
+    vocab = {token: i for i, token in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}))

@@ -11,7 +11,7 @@ import transformers
 from checkpoints import FAMILIES, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from model import ModelConfig, Policy, UserError, sample, token_logprobs
+from model import ModelConfig, Policy, UserError, checkpoint_folder, sample, token_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -192,3 +192,21 @@ def test_samples_follow_the_distribution(folders):
     assert (counts / 4000 - p).abs().max() < 4 * (0.25 / 4000) ** 0.5  # four standard errors at worst
     greedy = sample(policy, [[3, 4]], 1, 0.0, seeds=[0], eos_token_ids=[1])
     assert greedy[0][0][0] == int(p.argmax())
+
+
+def test_hub_ids_fetch_only_what_is_needed(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    def fetch(name, allow_patterns):
+        assert name == "Qwen/Qwen2.5-0.5B" and not any(p in ("*", "*.safetensors", "*.bin") for p in allow_patterns)
+        return str(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert checkpoint_folder("Qwen/Qwen2.5-0.5B") == tmp_path == checkpoint_folder(str(tmp_path))
+
+    def no_network(name, allow_patterns):
+        raise OSError("no route to host\nmore")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
+    with pytest.raises(UserError, match="no route to host.*hf download Qwen/Qwen2.5-0.5B --local-dir DIR"):
+        checkpoint_folder("Qwen/Qwen2.5-0.5B")
+    with pytest.raises(UserError, match="no such folder"):
+        checkpoint_folder("models/a/b")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from checkpoints import write_checkpoint, write_tokenizer
 from test_colocate import torchrun
 
 from data import Tokenizer, load_prompts
@@ -137,7 +138,7 @@ def test_a_prompt_file_and_a_reward_file_written_for_trl(tmp_path):
     (["--temperature", 0], ["--temperature 0", "0.7 to 1.0"]),
     (["--top_p", 0.9], ["--top_p", "another distribution"]),
     (["--data", "none.jsonl"], ["none.jsonl"]),
-    (["--model", "nowhere"], ["nowhere", "config.json"]),
+    (["--model", "nowhere"], ["nowhere", "no such folder"]),
     (["--reward", "nothing"], ["nothing"]),
     (["--colocate"], ["torchrun --nproc_per_node"]),
     (["--max_completion_length", 100], ["--max_completion_length 100", "64"])])
@@ -154,3 +155,30 @@ def test_a_bug_keeps_its_traceback(tmp_path):
         "minigrpo.update = lambda *a: 1 / 0\nsys.argv = ['x', '--max_steps', '1']\nminigrpo.main()\n")
     done = subprocess.run([sys.executable, "bug.py"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr and "Traceback" in done.stderr
+
+
+GSM8K = [{"question": f"Tom has {i} apples and buys {i + 1} more. How many?", "answer": f"He has {i}+{i + 1}.\n#### {2 * i + 1}"}
+         for i in range(9)]
+MATH = [{"problem": rf"What is $\frac{{{i}}}{{2}}$?", "solution": rf"It is $\boxed{{\frac{{{i}}}{{2}}}}$.", "level": "Level 1"}
+        for i in range(9)]
+
+
+@pytest.mark.parametrize("family, rows_of_data, reward", [("qwen3-tied", GSM8K, "gsm8k"), ("llama3-rope", MATH, "math")])
+def test_whole_loop_of_other_families_and_files_with_the_real_engine(tmp_path, family, rows_of_data, reward):
+    model = tmp_path / "model"
+    model.mkdir()
+    write_checkpoint(model, family, scale=3.0, vocab_size=320)
+    write_tokenizer(model)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_data))
+    done = torchrun(2, ROOT / "minigrpo.py", "--colocate", "--model", model, "--data", tmp_path / "data.jsonl",
+                    "--reward", reward, "format", "length", "--reward_weights", 1, 0.1, 0.1, "--max_steps", 2,
+                    "--prompts_per_step", 3, "--num_generations", 4, "--max_completion_length", 24,
+                    "--max_prompt_length", 200, "--system_prompt", "Think first.", "--out", tmp_path / "run",
+                    "--eval_data", tmp_path / "data.jsonl", "--learning_rate", "1e-4")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    metrics = rows(tmp_path / "run")
+    assert len(metrics) == 3 and max(row["logprob_gap/mean"] for row in metrics[:-1]) < 1e-5
+    assert metrics[-1]["eval/accuracy"] is not None
+    first = json.loads((tmp_path / "run" / "rollouts" / "step_0.jsonl").read_text().splitlines()[0])
+    assert [m["role"] for m in first["prompt"]] == ["system", "user"] and set(first["parts"]) == {reward, "format", "length"}
+    assert (tmp_path / "run" / "latest" / "config.json").read_bytes() == (model / "config.json").read_bytes()
