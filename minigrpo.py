@@ -1,18 +1,19 @@
 """GRPO from scratch: every rank trains the policy and generates with a vLLM engine colocated on the same GPU.
 
-    torchrun --nproc_per_node=8 minigrpo.py --colocate                    # a tiny built-in model learns to add
+    torchrun --nproc_per_node=8 minigrpo.py --colocate               # a tiny built-in model learns to add
     torchrun --nproc_per_node=8 minigrpo.py --colocate --model Qwen2.5-1.5B-Instruct --data gsm8k.jsonl
-    python minigrpo.py                                                    # no vLLM: the policy samples for itself
+    python minigrpo.py                                               # no vLLM: the policy samples for itself
 
-One step: wake the engine and push every weight into it, generate a group of completions for each prompt, put the
-engine to sleep, score, turn rewards into advantages inside each group, update, record.
+One step: wake the engine and push every weight into it, generate a group of completions for each prompt, put
+the engine to sleep, score, turn rewards into advantages inside each group, update, record.
 
-Data parallel with a sharded optimizer: every rank holds the working weights (2 bytes a parameter in bf16) and, only
-while it trains, fp32 gradients (4); the fp32 master weights and Adam's moments (12) are cut over the ranks. One
-reduce-scatter and one all-gather a step. DDP would keep all 18 on every GPU.
+Data parallel with a sharded optimizer: every rank holds the working weights (2 bytes a parameter in bf16)
+and, only while it trains, fp32 gradients (4); the fp32 master weights and Adam's moments (12) are cut over
+the ranks. One reduce-scatter and one all-gather a step. DDP would keep all 18 on every GPU.
 
-After the rollouts of all ranks are gathered, everything up to the gradient is a pure function of that one batch:
-advantages, denominators and the division of work are computed by every rank alike, so no rank can wait for another.
+After the rollouts of all ranks are gathered, everything up to the gradient is a pure function of that one
+batch: advantages, denominators and the division of work are computed by every rank alike, so no rank can wait
+for another.
 
 Left out: see the README.
 """
@@ -20,20 +21,25 @@ Left out: see the README.
 import argparse
 import contextlib
 import dataclasses
+import fcntl
+import functools
 import hashlib
 import itertools
 import json
 import math
 import os
-import random
 import shutil
+import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import colocate
 import data
@@ -41,7 +47,8 @@ import model
 import rewards
 from colocate import ColocatedEngine
 from data import Prompt, PromptSet, Tokenizer, UserError, load_prompts, prompt_indices, sample_seed
-from model import ModelConfig, Policy, checkpoint_folder, sample, token_logprobs
+from model import (
+    WARM_START, ModelConfig, Policy, PolicySampler, checkpoint_folder, token_logprobs, write_tiny_model)
 from rewards import Group, Scorer
 
 USER_ERRORS = (UserError, colocate.UserError, model.UserError, rewards.UserError)  # each module stands alone
@@ -57,19 +64,19 @@ class Config:
 
     # what to train on
     model: str = option("tiny", "a folder with a Hugging Face checkpoint, or a hub id; 'tiny' is built in")
-    data: str = option("digits", "prompts: a file, or a built-in task: digits (single-digit sums), sums (two-digit)")
+    data: str = option("digits", "prompts: a file, or built in: digits (single-digit sums), sums (two-digit)")
     eval_data: str = option("", "a file of prompts to evaluate on; built-in tasks bring their own")
     reward: list[str] = option(("gsm8k",), "reward functions: built-in names or file.py:function")
     reward_weights: list[float] = option((), "one weight for each reward function (default 1)")
     reward_timeout: float = option(30.0, "seconds that scoring one group may take before it is killed")
-    reward_workers: int = option(1, "processes that score on each rank; 0 scores in the trainer's own process")
+    reward_workers: int = option(1, "processes that score on each rank; 0: the trainer's own")
     system_prompt: str = option("", "put before every prompt as a system message")
     chat_template: str = option("", "a jinja file that replaces the model's chat template")
     prompt_column: str = option("", "column of the data file that holds the prompt (default: recognised)")
     answer_column: str = option("", "column that holds the gold answer (default: recognised)")
-    max_prompt_length: int = option(512, "tokens; longer prompts are dropped when the file is loaded, and counted")
+    max_prompt_length: int = option(512, "tokens; longer prompts are dropped at load, and counted")
     # rollouts
-    colocate: bool = option(False, "generate with a vLLM engine on every rank; without, the policy samples for itself")
+    colocate: bool = option(False, "a vLLM engine on every rank; without, the policy samples for itself")
     prompts_per_step: int = option(16, "prompts a step, over all ranks")
     num_generations: int = option(8, "completions a prompt: the group that a completion is compared with")
     max_completion_length: int = option(256, "tokens; a completion without EOS is cut here")
@@ -80,7 +87,7 @@ class Config:
     loss_type: str = option("dapo", "how tokens are averaged", choices=("grpo", "dapo", "dr_grpo"))
     epsilon: float = option(0.2, "lower clip of the probability ratio, 1 - epsilon")
     epsilon_high: float = option(0.0, "upper clip, 1 + epsilon_high; 0 takes epsilon")
-    scale_rewards: str = option("group", "divide advantages by the std over", choices=("group", "batch", "none"))
+    scale_rewards: str = option("group", "std that divides advantages", choices=("group", "batch", "none"))
     mask_truncated_completions: bool = option(False, "do not train on completions that were cut")
     vllm_importance_sampling_correction: bool = option(True, "weigh tokens by trainer/sampler probability")
     vllm_importance_sampling_clip_max: float = option(3.0, "cap of that weight")
@@ -93,27 +100,30 @@ class Config:
     adam_beta2: float = option(0.999, "AdamW")
     adam_epsilon: float = option(1e-8, "AdamW")
     max_grad_norm: float = option(1.0, "the gradient's norm over all parameters is clipped to this")
-    micro_batch_tokens: int = option(16384, "tokens in one forward and backward pass; lower it when out of memory")
+    micro_batch_tokens: int = option(16384, "tokens of one forward and backward; lower it when out of memory")
     dtype: str = option("auto", "working weights; auto is bfloat16 on a GPU, float32 on a CPU",
                         choices=("auto", "bfloat16", "float32"))
     # the run
     max_steps: int = option(-1, "updates; -1 takes num_train_epochs over the data")
     num_train_epochs: float = option(1.0, "passes over the data when max_steps is not given")
     eval_steps: int = option(50, "greedy evaluation every so many steps, and before and after; 0 never")
+    save_steps: int = option(50, "a checkpoint every so many steps; the last weights are always written")
+    save_total_limit: int = option(2, "checkpoints to keep")
     save_rollouts: int = option(10, "keep the completions of the last so many steps")
     seed: int = option(0, "of the order of prompts and of every sample")
     out: str = option("", "run folder (default: runs/<model>-<data>-<hash of the options>)")
-    fresh: bool = option(False, "start anew where the run folder holds a finished run")
+    fresh: bool = option(False, "start anew where the run folder holds an earlier run")
 
 
 # What the bare command runs: about two minutes on two CPU cores.
-TINY = dict(prompts_per_step=32, num_generations=16, max_completion_length=4, max_prompt_length=8, learning_rate=1e-3,
-            lr_scheduler_type="linear", max_grad_norm=0.2, max_steps=200, eval_steps=25)
+TINY = dict(prompts_per_step=32, num_generations=16, max_completion_length=4, max_prompt_length=8,
+            max_steps=200, learning_rate=1e-3, lr_scheduler_type="linear", max_grad_norm=0.2, eval_steps=25)
 
 REFUSED = {  # options that people bring along, and why they are not here
-    **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-                    "rollouts are drawn from the policy itself (top_p 1, no top_k, no min_p, no penalties): otherwise "
-                    "the sampler's log-probabilities are of another distribution than the one that is trained"),
+    **dict.fromkeys(
+        ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        "rollouts are drawn from the policy itself (top_p 1, no top_k, no penalties): otherwise the "
+        "sampler's log-probabilities are of another distribution than the one that is trained"),
     "per_device_train_batch_size": "use --prompts_per_step (over all ranks) and --micro_batch_tokens",
     "gradient_accumulation_steps": "use --micro_batch_tokens: micro-batches are cut by length",
     "beta": "there is no KL term here yet: beta is 0, as in TRL's default",
@@ -123,42 +133,45 @@ REFUSED = {  # options that people bring along, and why they are not here
 def check(c: Config) -> None:
     """Raises UserError for values with which no run makes sense, and names values with which one does."""
     at_least = dict(num_generations=2, prompts_per_step=1, max_completion_length=1, max_prompt_length=1,
-                    micro_batch_tokens=1, warmup_steps=0, eval_steps=0, save_rollouts=0, reward_workers=0)
+                    micro_batch_tokens=1, warmup_steps=0, eval_steps=0, save_rollouts=0, reward_workers=0,
+                    save_steps=1, save_total_limit=1)
     for name, least in at_least.items():
         if getattr(c, name) < least:
-            why = ": an advantage compares completions of one prompt" if name == "num_generations" else ""
-            raise UserError(f"--{name} {getattr(c, name)}: use {max(least, 8) if why else least} or more{why}")
+            use = f"{least} or more" if least < 2 else "8 or more: completions of a prompt are compared"
+            raise UserError(f"--{name} {getattr(c, name)}: use {use}")
     if c.temperature <= 0:
-        raise UserError(f"--temperature {c.temperature}: all completions of a group would be the same; use 0.7 to 1.0")
-    for name in ("learning_rate", "epsilon", "max_grad_norm", "reward_timeout", "vllm_importance_sampling_clip_max"):
+        raise UserError(f"--temperature {c.temperature}: use 0.7 to 1.0; at 0 all completions are alike")
+    for name in ("learning_rate", "epsilon", "max_grad_norm", "reward_timeout",
+                 "vllm_importance_sampling_clip_max"):
         if not getattr(c, name) > 0:
             raise UserError(f"--{name} {getattr(c, name)}: use a value above 0, e.g. {Config.__dict__[name]}")
     if not 0 < c.vllm_gpu_memory_utilization < 1:
-        raise UserError(f"--vllm_gpu_memory_utilization {c.vllm_gpu_memory_utilization}: use 0.1 to 0.9, a share")
+        raise UserError(f"--vllm_gpu_memory_utilization {c.vllm_gpu_memory_utilization}: use 0.1 to 0.9")
     if c.max_steps == 0 or c.max_steps < -1 or (c.max_steps == -1 and c.num_train_epochs <= 0):
         raise UserError("nothing to train: use --max_steps 1 or more, or --num_train_epochs above 0")
     if c.colocate and "RANK" not in os.environ:
         raise UserError(f"--colocate runs under torchrun: torchrun --nproc_per_node=1 {' '.join(sys.argv)}")
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The mathematics: pure functions
-# ---------------------------------------------------------------------------------------------------------------
+# ---- The mathematics: pure functions -----------------------------------------------------------------------
 
 def group_advantages(scores: torch.Tensor, scale_rewards: str = "group") -> torch.Tensor:
-    """Advantage of each completion against its group: (r - mean) / (std + 1e-4) (DeepSeekMath, eq. of section 4.1.2).
+    """Advantage of each completion against its group: (r - mean) / (std + 1e-4) (DeepSeekMath, eq. of section
+    4.1.2).
 
     scores: float64 [groups, G], NaN where there is no reward; those stay out of mean and std and get 0.
-    scale_rewards: std over the "group", over the whole "batch", or "none" (Dr. GRPO). A group whose rewards agree to
-    1e-6, or with fewer than two of them, teaches nothing: exactly 0.
+    scale_rewards: std over the "group", over the whole "batch", or "none" (Dr. GRPO). A group whose rewards
+    agree to 1e-6, or with fewer than two of them, teaches nothing: exactly 0.
     """
     scored = ~scores.isnan()
     count = scored.sum(1, keepdim=True)
     mean = scores.nansum(1, keepdim=True) / count.clamp(min=1)
     centered = torch.where(scored, scores - mean, 0.0)
-    spread = scores.nan_to_num(-math.inf).amax(1, keepdim=True) - scores.nan_to_num(math.inf).amin(1, keepdim=True)
+    highest, lowest = scores.nan_to_num(-math.inf).amax(1), scores.nan_to_num(math.inf).amin(1)
+    spread = (highest - lowest)[:, None]
     if scale_rewards == "group":
-        centered = centered / ((centered.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt() + 1e-4)
+        variance = centered.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
+        centered = centered / (variance.sqrt() + 1e-4)
     elif scale_rewards == "batch" and scored.sum() > 1:
         centered = centered / (scores[scored].std() + 1e-4)
     return torch.where((spread > 1e-6) & (count > 1), centered, 0.0)
@@ -168,8 +181,9 @@ def completion_weights(tokens: list[int], loss_type: str, max_completion_length:
     """What one token of each completion weighs in the loss of the whole optimizer step, over all ranks.
 
     tokens: trained tokens of every completion of the step, 0 where it is masked out.
-    grpo: mean over each completion, then over completions (DeepSeekMath, eq. 3). dapo: mean over all tokens (DAPO,
-    eq. 8). dr_grpo: sum over tokens / max_completion_length, mean over completions (Dr. GRPO: no length bias).
+    grpo: mean over each completion, then over completions (DeepSeekMath, eq. 3). dapo: mean over all tokens
+    (DAPO, eq. 8). dr_grpo: sum over tokens / max_completion_length, mean over completions (Dr. GRPO: no
+    length bias).
     """
     completions = max(1, sum(n > 0 for n in tokens))
     if loss_type == "grpo":
@@ -182,9 +196,11 @@ def policy_loss(logp, old_logp, sampler_logp, advantage, weight, *, epsilon: flo
                 importance_cap: float | None):
     """The clipped surrogate (PPO, eq. 7), summed with weights that already hold the denominators.
 
-    All float [T], a token each; weight is 0 where a token is not trained, whatever the other values are there.
+    All float [T], a token each; weight is 0 where a token is not trained, whatever the other values are
+    there.
     importance_cap: tokens are weighed by min(trainer / sampler probability, cap), the truncated importance
-    sampling that corrects for the engine's rounding; None leaves it out. Returns (loss, {sums for the metrics}).
+    sampling that corrects for the engine's rounding; None leaves it out. Returns (loss, {sums for the
+    metrics}).
     """
     trained = weight > 0
     ratio = torch.where(trained, logp - old_logp, 0.0).exp()  # masked before exp: inf × 0 would be NaN
@@ -201,20 +217,19 @@ def policy_loss(logp, old_logp, sampler_logp, advantage, weight, *, epsilon: flo
 
 
 def learning_rate_at(step: int, c: Config) -> float:
-    """Learning rate of update `step` (from 0) of c.max_steps: linear warm-up, then constant, linear or cosine."""
+    """Learning rate of update `step`, from 0: linear warm-up, then constant, linear or cosine."""
     if step < c.warmup_steps:
         return c.learning_rate * (step + 1) / c.warmup_steps
     progress = (step - c.warmup_steps) / max(1, c.max_steps - c.warmup_steps)
     if c.lr_scheduler_type == "linear":
         return c.learning_rate * (1 - progress)
     if c.lr_scheduler_type == "cosine":
-        return c.learning_rate * (c.min_lr_rate + (1 - c.min_lr_rate) * (1 + math.cos(math.pi * progress)) / 2)
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        return c.learning_rate * (c.min_lr_rate + (1 - c.min_lr_rate) * cosine)
     return c.learning_rate
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Ranks
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Ranks -------------------------------------------------------------------------------------------------
 
 class World:
     """This process among the ranks of the job; without torchrun a single one."""
@@ -229,10 +244,18 @@ class World:
         else:  # ranks share the cores; sums in one thread keep one order
             torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
         if "RANK" in os.environ:
+            threading.Thread(target=self.end_with_torchrun, args=(os.getppid(),), daemon=True).start()
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo")
 
+    @staticmethod
+    def end_with_torchrun(parent: int) -> None:
+        """torchrun's workers live in sessions of their own: killing it with -9 would leave them running."""
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
     def gather(self, value) -> list:
-        """The value of every rank, in the order of ranks, on every rank. Values are pickled and travel by CPU."""
+        """The value of every rank, in their order, on every rank. Values are pickled and travel by CPU."""
         if self.size == 1:
             return [value]
         values = [None] * self.size
@@ -256,8 +279,9 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class ShardedAdamW:
     """AdamW whose fp32 master weights and moments are cut over the ranks (ZeRO stage 2).
 
-    The parameters become views of one flat buffer in the working dtype. Backward passes add into a flat buffer of
-    gradients in at least fp32, which exists only between `begin` and `step`. One rank's shard is 1/N of both.
+    The parameters become views of one flat buffer in the working dtype. Backward passes add into a flat
+    buffer of gradients in at least fp32, which exists only between `begin` and `step`. One rank's shard is
+    1/N of both.
     """
 
     ALIGN = 64  # elements: every parameter starts at an address that matrix products like
@@ -275,17 +299,18 @@ class ShardedAdamW:
             view = self.weights[offset:offset + p.numel()].view_as(p)
             view.copy_(p.data)
             p.data = view
-            p.register_post_accumulate_grad_hook(self.accumulate)
-        self.index = {p: i for i, p in enumerate(self.parameters)}
+            p.register_post_accumulate_grad_hook(functools.partial(self.accumulate, offset))
         self.shard = slice(world.rank * shard, (world.rank + 1) * shard)
         self.grad_dtype = torch.promote_types(first.dtype, torch.float32)
         self.master = self.weights[self.shard].to(self.grad_dtype, copy=True)
         self.adam = torch.optim.AdamW([self.master], lr=c.learning_rate, betas=(c.adam_beta1, c.adam_beta2),
                                       eps=c.adam_epsilon, weight_decay=c.weight_decay, fused=True)
+        self.state = {"step": torch.zeros((), device=first.device), "exp_avg": torch.zeros_like(self.master),
+                      "exp_avg_sq": torch.zeros_like(self.master)}
+        self.adam.state[self.master] = self.state  # now, so that saving and loading know no first step
 
-    def accumulate(self, p: torch.Tensor) -> None:
-        offset = self.offsets[self.index[p]]
-        self.grads[offset:offset + p.numel()].add_(p.grad.flatten())  # bf16 sums over micro-batches would lose bits
+    def accumulate(self, offset: int, p: torch.Tensor) -> None:
+        self.grads[offset:offset + p.numel()].add_(p.grad.flatten())  # sums in bf16 would lose bits
         p.grad = None
 
     def begin(self) -> None:
@@ -293,7 +318,7 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> float:
-        """Sums the gradients over the ranks, clips, updates, spreads the new weights. Returns the norm before clipping.
+        """Sums the gradients over the ranks, clips, updates, spreads the weights; returns the norm unclipped.
 
         A norm that is not finite changes nothing, on any rank.
         """
@@ -316,10 +341,25 @@ class ShardedAdamW:
                 ALL_GATHER(self.weights, self.weights[self.shard].clone())
         return norm
 
+    def save(self, folder: Path) -> None:
+        """Writes this rank's shard."""
+        name = f"optimizer_{self.world.rank:05}.safetensors"
+        save_file({"master": self.master, **self.state}, folder / name)
 
-# ---------------------------------------------------------------------------------------------------------------
-# Rollouts
-# ---------------------------------------------------------------------------------------------------------------
+    def load(self, folder: Path) -> None:
+        """Reads this rank's part, whatever number of ranks wrote the shards."""
+        end, parts = 0, {"master": self.master, **{k: self.state[k] for k in ("exp_avg", "exp_avg_sq")}}
+        for path in sorted(folder.glob("optimizer_*.safetensors")):
+            with safe_open(path, "pt") as file:
+                start, end = end, end + file.get_slice("master").get_shape()[0]
+                low, high = max(start, self.shard.start), min(end, self.shard.stop)
+                for name, mine in parts.items() if low < high else ():
+                    piece = file.get_slice(name)[low - start:high - start]
+                    mine[low - self.shard.start:high - self.shard.start].copy_(piece)
+                self.state["step"].copy_(file.get_tensor("step"))
+
+
+# ---- Rollouts ----------------------------------------------------------------------------------------------
 
 @dataclass
 class Rollout:
@@ -338,38 +378,14 @@ class Rollout:
     advantage: float = 0.0
 
     def trained(self, mask_truncated: bool) -> list[bool]:
-        """Which tokens train: none without a reward, none of a masked truncated one, none with a broken log-prob."""
+        """Which tokens train: none without reward or masked as truncated, and none with a broken log-prob."""
         if self.reward is None or (self.truncated and mask_truncated):
             return [False] * len(self.completion_ids)
         return [math.isfinite(p) for p in self.sampler_logps]
 
 
-class PolicySampler:
-    """The layout without vLLM: the policy generates for itself. The interface is ColocatedEngine's."""
-
-    def __init__(self, policy: Policy):
-        self.policy, self.awake, self.times, self.checksums = policy, False, {}, None
-
-    def wake(self, named_weights, version: int) -> None:
-        self.awake, self.weight_version = True, version
-
-    def generate(self, prompts, *, n, max_tokens, temperature, seeds, eos_token_ids):
-        flat = [(p, s + i) for p, s in zip(prompts, seeds) for i in range(n)]
-        drawn = []
-        for start in range(0, len(flat), 256):  # bounds the KV cache
-            part = flat[start:start + 256]
-            drawn += sample(self.policy, [p for p, _ in part], max_tokens, temperature, [s for _, s in part],
-                            eos_token_ids)
-        return [drawn[i:i + n] for i in range(0, len(drawn), n)]
-
-    def sleep(self) -> None:
-        self.awake = False
-
-    def close(self) -> None:
-        pass
-
-
-def generate_rollouts(engine, prompts: list[tuple[int, Prompt]], step: int, tokenizer, c: Config) -> list[Rollout]:
+def generate_rollouts(engine, prompts: list[tuple[int, Prompt]], step: int, tokenizer: Tokenizer,
+                      c: Config) -> list[Rollout]:
     """num_generations completions for each (slot, prompt) of this rank."""
     groups = engine.generate(
         [p.token_ids for _, p in prompts], n=c.num_generations, max_tokens=c.max_completion_length,
@@ -381,11 +397,13 @@ def generate_rollouts(engine, prompts: list[tuple[int, Prompt]], step: int, toke
             for (slot, prompt), group in zip(prompts, groups) for i, (ids, logps) in enumerate(group)]
 
 
-def score_rollouts(rollouts: list[Rollout], prompts: list[tuple[int, Prompt]], scorer: Scorer, c: Config) -> None:
+def score_rollouts(rollouts: list[Rollout], prompts: list[tuple[int, Prompt]], scorer: Scorer,
+                   c: Config) -> None:
     """Fills in `reward` and `parts`; a group is scored in one call."""
     groups = [rollouts[i:i + c.num_generations] for i in range(0, len(rollouts), c.num_generations)]
-    scores = scorer.score([Group(p.prompt, [r.completion for r in g], [r.completion_ids for r in g], p.columns)
-                           for (_, p), g in zip(prompts, groups)])
+    scores = scorer.score([
+        Group(prompt.prompt, [r.completion for r in group], [r.completion_ids for r in group], prompt.columns)
+        for (_, prompt), group in zip(prompts, groups)])
     for group, result in zip(groups, scores):
         for i, rollout in enumerate(group):
             rollout.reward = result.rewards[i]
@@ -393,10 +411,10 @@ def score_rollouts(rollouts: list[Rollout], prompts: list[tuple[int, Prompt]], s
 
 
 def evaluate(engine, prompts: list[Prompt], tokenizer, scorer: Scorer, c: Config, world: World) -> float:
-    """Greedy accuracy: the mean over all prompts of the first reward function, every rank its share of them."""
+    """Greedy accuracy: the first reward function's mean over all prompts, every rank its share."""
     mine = world.share(prompts)
-    groups = engine.generate([p.token_ids for p in mine], n=1, max_tokens=c.max_completion_length, temperature=0.0,
-                             seeds=[0] * len(mine), eos_token_ids=tokenizer.eos_token_ids)
+    groups = engine.generate([p.token_ids for p in mine], n=1, max_tokens=c.max_completion_length,
+                             temperature=0.0, seeds=[0] * len(mine), eos_token_ids=tokenizer.eos_token_ids)
     scores = scorer.score([Group(p.prompt, [tokenizer.decode(ids)], [ids], p.columns)
                            for p, [(ids, _)] in zip(mine, groups)])
     points = sum(next(iter(s.parts.values()))[0] or 0.0 for s in scores)
@@ -427,12 +445,10 @@ def pack(lengths: list[int], budget: int) -> list[list[int]]:
     return bins
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The update
-# ---------------------------------------------------------------------------------------------------------------
+# ---- The update --------------------------------------------------------------------------------------------
 
 def assign_advantages(rollouts: list[Rollout], c: Config) -> torch.Tensor:
-    """Fills in `advantage`, over the batch of all ranks in the order of slots. Returns the rewards [groups, G]."""
+    """Fills in `advantage`. rollouts: of all ranks, by slot. Returns the rewards, [groups, G]."""
     scores = torch.tensor([math.nan if r.reward is None else r.reward for r in rollouts], dtype=torch.float64)
     scores = scores.view(-1, c.num_generations)
     for rollout, advantage in zip(rollouts, group_advantages(scores, c.scale_rewards).flatten().tolist()):
@@ -444,8 +460,8 @@ def update(policy: Policy, optimizer: ShardedAdamW, rollouts: list[Rollout], lea
            world: World) -> dict:
     """One optimizer step on the batch of all ranks. Returns the sums behind the metrics, over all ranks.
 
-    Every rank computes the denominators and the division of work from the same list, then runs its own part; the
-    only collectives are the optimizer's and the gathering of the sums at the end.
+    Every rank computes the denominators and the division of work from the same list, then runs its own part;
+    the only collectives are the optimizer's and the gathering of the sums at the end.
     """
     masks = [r.trained(c.mask_truncated_completions) for r in rollouts]
     weights = completion_weights([sum(m) for m in masks], c.loss_type, c.max_completion_length)
@@ -467,16 +483,16 @@ def update(policy: Policy, optimizer: ShardedAdamW, rollouts: list[Rollout], lea
 
 
 def micro_batch_loss(policy: Policy, rollouts: list[Rollout], masks, weights, c: Config):
-    """Loss and metric sums of one packed micro-batch. Only hidden states that predict a completion get logits."""
+    """Loss and metric sums of one packed micro-batch. Only states that predict a completion get logits."""
     device = policy.model.norm.weight.device
     lengths = [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts]
     tokens = torch.tensor([t for r in rollouts for t in r.prompt_ids + r.completion_ids], device=device)
+    counts = [len(r.completion_ids) for r in rollouts]
     ends = itertools.accumulate(lengths)
-    places = torch.cat([torch.arange(e - len(r.completion_ids), e) for e, r in zip(ends, rollouts)]).to(device)
+    places = torch.cat([torch.arange(end - n, end) for end, n in zip(ends, counts)]).to(device)
     hidden = policy.packed(tokens, lengths)[places - 1]  # the state before a token predicts it
     logp, entropy = token_logprobs(hidden, policy.head_weight, tokens[places], c.temperature)
     per_token = lambda values: torch.tensor(values, dtype=logp.dtype, device=device)
-    counts = [len(r.completion_ids) for r in rollouts]
     weight = per_token([w * m for w, mask in zip(weights, masks) for m in mask])
     advantage = per_token([r.advantage for r in rollouts]).repeat_interleave(
         torch.tensor(counts, device=device), output_size=sum(counts))
@@ -493,130 +509,170 @@ def add_up(parts: list[dict]) -> dict:
     whole = {}
     for part in parts:
         for key, value in part.items():
-            whole[key] = max(whole.get(key, value), value) if key.endswith("_max") else whole.get(key, 0) + value
+            so_far = whole.get(key, 0)
+            whole[key] = max(so_far, value) if key.endswith("_max") else so_far + value
     return whole
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The built-in tiny model
-# ---------------------------------------------------------------------------------------------------------------
-
-TINY_CONFIG = dict(
-    architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", vocab_size=14, hidden_size=128,
-    intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=64,
-    max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=True, torch_dtype="float32",
-    bos_token_id=None, eos_token_id=12, pad_token_id=13)
-WARM_START = dict(steps=120, wrong=0.4, learning_rate=1e-3)
-
-
-def write_tiny_model(folder: Path, seed: int) -> None:
-    """A 2-layer Llama that has seen single-digit sums with 40 % wrong answers: it writes numbers, mostly wrong ones.
-
-    From random weights no completion would ever be right, and a group without a difference teaches nothing.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(TINY_CONFIG, indent=2))
-    data.write_digits_tokenizer(folder)
-    tokenizer = Tokenizer(folder)
-    policy, rng = Policy(ModelConfig.from_folder(folder)), random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in policy.parameters():
-            if p.ndim > 1:
-                p.normal_(0, 0.02, generator=generator)
-    adam = torch.optim.AdamW(policy.parameters(), lr=WARM_START["learning_rate"], weight_decay=0.0)
-    for _ in range(WARM_START["steps"]):
-        tokens, lengths = [], []
-        for _ in range(64):
-            a, b = rng.randrange(10), rng.randrange(10)
-            answer = rng.randrange(19) if rng.random() < WARM_START["wrong"] else a + b
-            ids = tokenizer.encode(f"{a}+{b}={answer}") + tokenizer.eos_token_ids
-            tokens, lengths = tokens + ids, lengths + [len(ids)]
-        tokens = torch.tensor(tokens)
-        answers = torch.cat([torch.arange(e - n + 4, e) for e, n in zip(itertools.accumulate(lengths), lengths)])
-        hidden = policy.packed(tokens, lengths)[answers - 1]
-        loss = -token_logprobs(hidden, policy.head_weight, tokens[answers])[0].mean()
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
-    policy.save(folder)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The run folder
-# ---------------------------------------------------------------------------------------------------------------
+# ---- The run folder ----------------------------------------------------------------------------------------
 
 METRICS = (
-    "step", "reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio",
-    "loss", "grad_norm", "learning_rate", "entropy", "clip_ratio", "kl", "logprob_gap/mean", "logprob_gap/max",
-    "importance_ratio/mean", "importance_ratio/max", "ess", "eval/accuracy", "unscored", "broken_logprobs",
-    "skipped_updates", "time/wake", "time/generate", "time/eval", "time/sleep", "time/reward", "time/update",
-    "time/step", "tokens_per_second_per_gpu", "mfu", "memory/peak_gib", "memory/asleep_gib", "weight_version")
+    "step", "reward", "reward_std", "frac_reward_zero_std", "completions/mean_length",
+    "completions/clipped_ratio", "loss", "grad_norm", "learning_rate", "entropy", "clip_ratio", "kl",
+    "logprob_gap/mean", "logprob_gap/max", "importance_ratio/mean", "importance_ratio/max", "ess",
+    "eval/accuracy", "unscored", "broken_logprobs", "skipped_updates", "time/wake", "time/generate",
+    "time/eval", "time/sleep", "time/reward", "time/update", "time/step", "tokens_per_second_per_gpu", "mfu",
+    "memory/peak_gib", "memory/asleep_gib", "weight_version")
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, from the data sheets
 
 
 class Run:
-    """The folder of one run: config.json, metrics.jsonl, rollouts/, step_N/ and `latest`. Only rank 0 writes."""
+    """The folder of one run: config.json, metrics.jsonl, rollouts/, step_N/ and `latest`. Rank 0 looks after
+    it.
+
+    A step folder is written under another name, synced to disk and then renamed; `latest` moves last. Killed
+    at whatever moment, the run has a complete `latest`, and the same command continues after its last update.
+    """
 
     def __init__(self, c: Config, world: World):
-        options = {k: v for k, v in dataclasses.asdict(c).items() if k not in ("out", "fresh")}
-        digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
-        name = f"{Path(c.model).name}-{Path(c.data).stem}-{digest}"
-        self.folder, self.writes, self.options = Path(c.out or Path("runs") / name), world.rank == 0, options
-        self.keep_rollouts, self.started, self.recent = c.save_rollouts, time.monotonic(), []
-        state = self.folder / "latest" / "trainer.json"
-        # Only rank 0 looks: by the time another one did, rank 0 could have begun to write.
-        self.finished = world.gather(json.loads(state.read_text()) if self.writes and state.exists() else None)[0]
+        self.c, self.world, self.writes, self.recent = c, world, world.rank == 0, []
+        self.options = {k: v for k, v in dataclasses.asdict(c).items() if k not in ("out", "fresh")}
+        digest = hashlib.sha256(json.dumps(self.options, sort_keys=True).encode()).hexdigest()[:8]
+        self.folder = Path(c.out or f"runs/{Path(c.model).name}-{Path(c.data).stem}-{digest}")
+        self.latest = self.folder / "latest"
+        self.state = world.gather(self.begin() if self.writes else None)[0]  # what `latest` says
 
-    def begin(self) -> None:
-        """Clears what an earlier, unfinished run with the same command left."""
-        if self.writes:
-            for name in ("metrics.jsonl", "rollouts"):
-                path = self.folder / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.json").write_text(json.dumps(self.options, indent=2))
+    def begin(self) -> dict:
+        """Takes the folder for this process and goes back to its last checkpoint; {"step": 0} without one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = open(self.folder / "lock", "a+")  # held as long as the process lives, whatever ends it
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.lock.seek(0)
+            raise UserError(f"{self.folder} is in use by process {self.lock.read()}: stop that one, or give "
+                            "another --out") from None
+        self.lock.truncate(0)
+        print(os.getpid(), end="", file=self.lock, flush=True)
+        config, state = self.folder / "config.json", {"step": 0}
+        if self.c.fresh:
+            self.latest.unlink(missing_ok=True)
+        if self.latest.exists():
+            state, old = read_json(self.latest / "trainer.json"), read_json(config)
+            new = json.loads(json.dumps(self.options))
+            if changed := sorted(k for k in new.keys() | old.keys() if new.get(k) != old.get(k)):
+                raise UserError(f"{self.folder} holds a run with other options ({', '.join(changed)}): give "
+                                "another --out, or --fresh to start anew")
+        if not state.get("finished"):
+            self.cut_back(state["step"])
+        config.write_text(json.dumps(self.options, indent=2))
+        return state
+
+    def cut_back(self, step: int) -> None:
+        """Removes what came after update `step`: rows, rollouts, half-written lines and folders."""
+        for path in self.folder.glob("step_*"):
+            if "partial" in path.suffix or int(path.name[5:]) > step:
+                shutil.rmtree(path)
+        for path in self.folder.glob("rollouts/step_*.jsonl"):
+            if int(path.stem[5:]) >= step:
+                path.unlink()
+        metrics = self.folder / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
+        metrics.with_suffix(".partial").write_text("".join(kept))
+        metrics.with_suffix(".partial").replace(metrics)
 
     def record(self, row: dict, rollouts: list[Rollout]) -> None:
-        """Appends a row to metrics.jsonl; the completions go to rollouts/, where only the last steps are kept."""
+        """Appends a row to metrics.jsonl; completions go to rollouts/, which keeps the last steps."""
         if not self.writes:
             return
         with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps({key: row.get(key) for key in METRICS}) + "\n")
-        if rollouts and self.keep_rollouts:
+        if rollouts and self.c.save_rollouts:
             folder = self.folder / "rollouts"
             folder.mkdir(exist_ok=True)
             lines = [json.dumps(dataclasses.asdict(r), ensure_ascii=False) + "\n" for r in rollouts]
             (folder / f"step_{row['step']}.jsonl").write_text("".join(lines), encoding="utf-8")
-            (folder / f"step_{row['step'] - self.keep_rollouts}.jsonl").unlink(missing_ok=True)
+            (folder / f"step_{row['step'] - self.c.save_rollouts}.jsonl").unlink(missing_ok=True)
 
-    def print_line(self, row: dict, total: int) -> None:
+    def print_line(self, row: dict) -> None:
         """One line a step, for a person."""
         if not self.writes:
             return
+        total, done = self.c.max_steps, row["step"] + 1
         self.recent = [*self.recent[-19:], row["time/step"]]
-        left = (total - row["step"] - 1) * sum(self.recent) / len(self.recent)
+        left = (total - done) * sum(self.recent) / len(self.recent)
         accuracy = "" if row.get("eval/accuracy") is None else f"  accuracy {row['eval/accuracy']:.1%}"
-        print(f"step {row['step'] + 1}/{total}  reward {row['reward']:.3f}{accuracy}"
+        reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
+        print(f"step {done}/{total}  reward {reward}{accuracy}"
               f"  length {row['completions/mean_length']:.1f}  gap {row['logprob_gap/mean']:.1e}"
               f"  generate {row['time/generate']:.2f}s  update {row['time/update']:.2f}s"
               f"  handoff {row['time/wake'] + row['time/sleep']:.2f}s"
-              f"  {(row['step'] + 1) / total:.0%}, {left // 60:.0f}m{left % 60:02.0f}s left", flush=True)
+              f"  {done / total:.0%}, {left // 60:.0f}m{left % 60:02.0f}s left", flush=True)
 
-    def save(self, policy: Policy, source: Path, step: int, state: dict) -> Path:
-        """Writes step_N under another name first, so that a folder with that name is always complete."""
+    def save(self, policy: Policy, optimizer: ShardedAdamW, source: Path, step: int, **state) -> None:
+        """Writes step_N, every rank its optimizer shard. Raises UserError where the disk lacks room."""
         folder, partial = self.folder / f"step_{step}", self.folder / f"step_{step}.partial"
         if self.writes:
+            needed = optimizer.weights.nbytes + 3 * optimizer.master.nbytes * self.world.size
+            if (free := shutil.disk_usage(self.folder).free) < 1.1 * needed:
+                raise UserError(f"{self.folder}: a checkpoint takes {needed / 2**30:.1f} GiB, only "
+                                f"{free / 2**30:.1f} are free: make room, then the same command continues")
             shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+        self.world.gather(None)  # the folder is there
+        optimizer.save(partial)
+        self.world.gather(None)  # every shard is there
+        if self.writes:
             policy.save(partial, source)
             (partial / "trainer.json").write_text(json.dumps({"step": step, **state}, indent=2))
-            shutil.rmtree(folder, ignore_errors=True)
+            for path in [*partial.iterdir(), partial]:
+                sync(path)
+            discard(folder)
             partial.rename(folder)
             link = self.folder / "latest.partial"
             link.unlink(missing_ok=True)
             link.symlink_to(folder.name)
-            link.replace(self.folder / "latest")
-        return folder
+            sync(self.folder)
+            link.replace(self.latest)
+            sync(self.folder)
+            steps = sorted(int(p.name[5:]) for p in self.folder.glob("step_*") if p.name[5:].isdigit())
+            for old in steps[:-self.c.save_total_limit]:
+                discard(self.folder / f"step_{old}")
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}): --fresh starts the run anew") from None
+
+
+def sync(path: Path) -> None:
+    """Returns when the file or folder is on the disk and would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def discard(folder: Path) -> None:
+    """Deletes a step folder; interrupted, it leaves a name that the next start clears away."""
+    if folder.exists():
+        shutil.rmtree(folder.rename(folder.with_name(folder.name + ".partial-old")))
+
+
+class Stop:
+    """SIGTERM or SIGINT: the ranks finish the step, save and end. A second one ends the process at once."""
+
+    def __init__(self):
+        self.wanted = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.on_signal)
+
+    def on_signal(self, number, frame) -> None:
+        if self.wanted:
+            os._exit(128 + number)
+        self.wanted = True
 
 
 class Stopwatch:
@@ -663,25 +719,16 @@ def step_metrics(rollouts: list[Rollout], scores: torch.Tensor, sums: dict, poli
     if world.cuda:
         row["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         peak = next((v for k, v in PEAK_FLOPS.items() if k in torch.cuda.get_device_name()), None)
-        flops = update_flops(policy, sums["trained_lengths"])
+        flops = policy.update_flops(sums["trained_lengths"])
         row["mfu"] = peak and flops / (seconds["time/update"] * peak * world.size)
     return row
 
 
-def update_flops(policy: Policy, lengths: list[int]) -> float:
-    """Useful operations of forward and backward: 6 N a token, and causal attention (PaLM, appendix B, halved)."""
-    c = policy.config
-    parameters = sum(p.numel() for p in policy.parameters())
-    attention = 6 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * sum(n * n for n in lengths)
-    return 6 * parameters * sum(lengths) + attention
+# ---- The loop ----------------------------------------------------------------------------------------------
 
-
-# ---------------------------------------------------------------------------------------------------------------
-# The loop
-# ---------------------------------------------------------------------------------------------------------------
-
-def load(c: Config, folder: Path, world: World) -> tuple[Tokenizer, PromptSet, list[Prompt], Scorer, Policy]:
-    """Everything that can be wrong with the input, before an engine starts. c.max_steps and c.dtype are settled."""
+def load(c: Config, folder: Path, weights: Path,
+         world: World) -> tuple[Tokenizer, PromptSet, list[Prompt], Scorer, Policy]:
+    """Everything that can be wrong with the input, before an engine starts. Settles c.max_steps."""
     scorer = Scorer(list(c.reward), list(c.reward_weights) or None, c.reward_timeout, c.reward_workers)
     config, tokenizer = ModelConfig.from_folder(folder), Tokenizer(folder, c.chat_template or None)
     longest = c.max_prompt_length + c.max_completion_length
@@ -699,46 +746,54 @@ def load(c: Config, folder: Path, world: World) -> tuple[Tokenizer, PromptSet, l
     if c.max_steps == -1:
         c.max_steps = math.ceil(c.num_train_epochs * len(prompts.train) / c.prompts_per_step)
     dtype = {"auto": torch.bfloat16 if world.cuda else torch.float32}.get(c.dtype) or getattr(torch, c.dtype)
-    return tokenizer, prompts, held_out, scorer, Policy.from_folder(folder, world.device, dtype)
+    return tokenizer, prompts, held_out, scorer, Policy.from_folder(weights, world.device, dtype)
 
 
 def build_engine(c: Config, folder: Path, policy: Policy, world: World):
     if not c.colocate:
         return PolicySampler(policy)
-    per_rank = -(-c.prompts_per_step // world.size) * c.num_generations
     return ColocatedEngine(
-        folder, dtype=policy.model.norm.weight.dtype, max_model_len=c.max_prompt_length + c.max_completion_length,
-        max_num_seqs=per_rank, gpu_memory_utilization=c.vllm_gpu_memory_utilization,
+        folder, dtype=policy.model.norm.weight.dtype,
+        max_model_len=c.max_prompt_length + c.max_completion_length,
+        max_num_seqs=-(-c.prompts_per_step // world.size) * c.num_generations,
+        gpu_memory_utilization=c.vllm_gpu_memory_utilization,
         enforce_eager=c.vllm_enforce_eager or not world.cuda)
 
 
 def train(c: Config, world: World) -> None:
     """The run: seven stages a step; after the last update one more wake to evaluate what came out."""
-    run = Run(c, world)
-    say = print if world.rank == 0 else lambda *a, **k: None
-    if run.finished and not c.fresh:
-        return say(f"{run.folder} holds a finished run: {run.finished['result']} (--fresh starts anew)")
-    run.begin()
+    run, stop = Run(c, world), Stop()
+    say = functools.partial(print, flush=True) if world.rank == 0 else lambda *a: None
+    if run.state.get("finished"):
+        return say(f"{run.folder} holds a finished run: {run.state['result']} (--fresh starts anew)")
+    start, before, after = run.state["step"], run.state.get("before"), None
     folder = run.folder / "tiny" if c.model == "tiny" else checkpoint_folder(c.model)
-    if c.model == "tiny":
-        say(f"built-in tiny model: {WARM_START['steps']} supervised steps on sums with {WARM_START['wrong']:.0%} wrong "
-            "answers come first, so that GRPO finds something to reward")
-        world.gather(write_tiny_model(folder, c.seed) if world.rank == 0 else None)
-    tokenizer, prompts, held_out, scorer, policy = load(c, folder, world)
+    if c.model == "tiny" and start == 0:
+        say(f"built-in tiny model: {WARM_START['steps']} supervised steps on sums with "
+            f"{WARM_START['wrong']:.0%} wrong answers come first, so that GRPO finds something to reward")
+        if world.rank == 0:
+            data.write_digits_tokenizer(folder)
+            write_tiny_model(folder, Tokenizer(folder), c.seed)
+        world.gather(None)
+    tokenizer, prompts, held_out, scorer, policy = load(c, folder, run.latest if start else folder, world)
+    if run.state.get("data", prompts.fingerprint) != prompts.fingerprint:
+        raise UserError(f"{c.data} changed since {run.folder} began: give another --out, or --fresh")
     say("\n".join([*prompts.notes, f"{len(held_out)} prompts to evaluate on"]))
     engine = build_engine(c, folder, policy, world)
     optimizer = ShardedAdamW(policy, c, world)  # after the engine: vLLM measures the memory that is free
-    say(f"{c.model} on {world.size} ranks, {c.max_steps} steps; everything is written to {run.folder}", flush=True)
+    say(f"{c.model} on {world.size} ranks, {c.max_steps} steps; everything is written to {run.folder}")
+    if start:
+        optimizer.load(run.latest)
+        say(f"continues after update {start}")
 
-    before = after = None
-    for step in range(c.max_steps + 1):
+    for step in range(start, c.max_steps + 1):
         watch, last, row = Stopwatch(world.cuda), step == c.max_steps, {"step": step, "weight_version": step}
         with watch("wake"):                                                                     # 1. wake
             engine.wake(policy.named_parameters(), version=step)
         if held_out and c.eval_steps and (last or step % c.eval_steps == 0):
             with watch("eval"):
                 after = row["eval/accuracy"] = evaluate(engine, held_out, tokenizer, scorer, c, world)
-            before = after if before is None else before
+            before = after if step == 0 else before
         if last:
             run.record({**row, **watch.seconds}, [])
             break
@@ -752,6 +807,7 @@ def train(c: Config, world: World) -> None:
             row["memory/asleep_gib"] = memory_used_gib()
             torch.cuda.reset_peak_memory_stats()
         with watch("reward"):                                                                   # 4. reward
+            scorer.state.update(global_step=step, max_steps=c.max_steps)
             score_rollouts(rollouts, mine, scorer, c)
             rollouts = [r for part in world.gather(rollouts) for r in part]  # by slot: shares are contiguous
         scores = assign_advantages(rollouts, c)                                                 # 5. advantage
@@ -762,19 +818,27 @@ def train(c: Config, world: World) -> None:
         row |= {"learning_rate": rate, **watch.seconds}
         row |= step_metrics(rollouts, scores, sums, policy, world, row)
         run.record(row, rollouts)
-        run.print_line(row, c.max_steps)
-
-    accuracy = "" if after is None else f"accuracy {before:.1%} → {after:.1%}, "
-    result = f"{accuracy}model in {run.folder / f'step_{c.max_steps}'}"
-    run.save(policy, folder, c.max_steps, {"result": result, "before": before, "after": after})
-    say(f"done: {result}", flush=True)
+        run.print_line(row)
+        stopped = any(world.gather(stop.wanted))  # a signal may have reached one rank only
+        if stopped or ((step + 1) % c.save_steps == 0 and step + 1 < c.max_steps):
+            run.save(policy, optimizer, folder, step + 1, before=before, stopped=stopped,
+                     data=prompts.fingerprint)
+        if stopped:
+            say(f"stopped after update {step + 1}: the same command continues")
+            break
+    if last:
+        accuracy = "" if after is None else f"accuracy {before:.1%} → {after:.1%}, "
+        result = f"{accuracy}model in {run.folder / f'step_{c.max_steps}'}"
+        run.save(policy, optimizer, folder, c.max_steps, before=before, after=after, result=result,
+                 finished=True, data=prompts.fingerprint)
+        say(f"done: {result}")
     world.gather(None)  # nobody ends the engine, and with it the process group, while another still needs it
     scorer.close()
     engine.close()
 
 
 def memory_used_gib() -> float:
-    """What the whole process (and whoever shares the card) occupies, engine included; torch counts only its own."""
+    """What the card holds, engine included; torch counts only its own."""
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 2**30
 
@@ -786,12 +850,12 @@ def parse(arguments: list[str]) -> Config:
     for field in dataclasses.fields(Config):
         kind, meta = field.type, field.metadata
         if kind is bool:
-            parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction, default=field.default,
-                                help=meta["help"])
+            how = {"action": argparse.BooleanOptionalAction}
+        elif kind in (list[str], list[float]):
+            how = {"nargs": "+", "type": kind.__args__[0]}
         else:
-            many = {"nargs": "+", "type": kind.__args__[0]} if kind in (list[str], list[float]) else {"type": kind}
-            parser.add_argument(f"--{field.name}", default=field.default, choices=meta.get("choices"),
-                                help=meta["help"], metavar=None if "choices" in meta else field.name.upper(), **many)
+            how = {"type": kind, "choices": meta.get("choices")}
+        parser.add_argument(f"--{field.name}", default=field.default, help=meta["help"], **how)
     known, unknown = parser.parse_known_args(arguments)
     for argument in unknown:
         name = argument.lstrip("-").split("=")[0]

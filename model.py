@@ -5,20 +5,26 @@
     logp, entropy = token_logprobs(hidden, policy.head_weight, targets, temperature=1.0)
     policy.save("out", source="Qwen2.5-1.5B")                # loads in transformers and in vLLM
 
-Llama (SmolLM2, Llama 2 and 3.x), Qwen2/Qwen2.5 and Qwen3 share one block: RMSNorm, rotary grouped-query attention,
-SwiGLU. Modules carry the checkpoint's names, so `named_parameters()` is the checkpoint and needs no mapping.
+Llama (SmolLM2, Llama 2 and 3.x), Qwen2/Qwen2.5 and Qwen3 share one block: RMSNorm, rotary grouped-query
+attention, SwiGLU. Modules carry the checkpoint's names, so `named_parameters()` is the checkpoint and needs
+no mapping.
 
-Sequences are packed: a batch is a stream of tokens [T] with the lengths of its sequences beside it. Only attention
-knows where one sequence ends; it is passed in as `attend(layer, q, k, v)`, which is how training (`PackedAttention`)
-and sampling (`KVCache`) share every other line.
+Sequences are packed: a batch is a stream of tokens [T] with the lengths of its sequences beside it. Only
+attention knows where one sequence ends; it is passed in as `attend(layer, q, k, v)`, which is how training
+(`PackedAttention`) and sampling (`KVCache`) share every other line.
 
-Left out: sliding windows, mixtures of experts, quantized weights (refused by name), dropout (0 in all these models),
-tensor parallelism (data parallel with a sharded optimizer reaches the sizes that this project is for).
+`write_tiny_model` makes a model to try everything on, without any download.
+
+Left out: sliding windows, mixtures of experts, quantized weights (refused by name), dropout (0 in all these
+models), tensor parallelism (data parallel with a sharded optimizer reaches the sizes that this project is
+for).
 """
 
 import functools
+import inspect
 import json
 import math
+import random
 import re
 import shutil
 from dataclasses import dataclass
@@ -31,9 +37,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 SUPPORTED = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "rms_norm_eps")
 ROPE_KEYS = {"default": (), "linear": ("factor",), "llama3": (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
-FILES = ("model*.safetensors", "*.json", "*.jinja", "merges.txt", "tokenizer.model", "LICENSE*")  # of a checkpoint
+FILES = ("model*.safetensors", "*.json", "*.jinja", "merges.txt", "tokenizer.model", "LICENSE*")
 LOGITS_IN_FLIGHT = 2**27  # elements of one [chunk, vocabulary] block: 512 MiB in fp32
 
 
@@ -64,7 +72,8 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder) -> "ModelConfig":
-        """Reads config.json in the layout of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
+        """Reads config.json in the layout of transformers 4 (`rope_theta`, `rope_scaling`) or 5
+        (`rope_parameters`).
 
         Raises UserError, naming the key, for what this file does not compute.
         """
@@ -72,13 +81,13 @@ class ModelConfig:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise UserError(f"{path} not found: --model takes a folder with a Hugging Face checkpoint") from None
+            raise UserError(f"{path} not found: --model takes a Hugging Face checkpoint") from None
         except ValueError as error:
             raise UserError(f"{path} is not valid JSON ({error}): fetch the folder again") from None
         names = raw.get("architectures") or ["none named"]
         family = SUPPORTED.get(names[0])
         if family is None:
-            raise UserError(f"{path}: architecture {names[0]} is not supported; supported: {', '.join(SUPPORTED)}")
+            raise UserError(f"{path}: {names[0]} is not supported; supported: {', '.join(SUPPORTED)}")
         refuse_unsupported(path, raw)
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -88,8 +97,7 @@ class ModelConfig:
             raise UserError(f"{path}: rope type {kind!r} lacks {', '.join(missing)}")
         heads, bias = raw["num_attention_heads"], bool(raw.get("attention_bias", False))
         return cls(
-            **{key: raw[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                                         "num_attention_heads", "rms_norm_eps")},
+            **{key: raw[key] for key in NEEDED},
             num_key_value_heads=raw.get("num_key_value_heads") or heads,
             head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
             max_position_embeddings=raw.get("max_position_embeddings", 2048),
@@ -113,9 +121,9 @@ def checkpoint_folder(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=FILES))
     except Exception as error:  # no network, no such model, a gate: the library's errors share no base class
-        raise UserError(f"--model {name}: no such folder, and fetching it from the hub failed ({type(error).__name__}:"
-                        f" {str(error).strip().splitlines()[0][:200]}). Where there is network: hf download {name} "
-                        "--local-dir DIR; then --model DIR") from None
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+        raise UserError(f"--model {name}: no such folder, and fetching it from the hub failed ({why}). Where "
+                        f"there is network: hf download {name} --local-dir DIR; then --model DIR") from None
 
 
 def refuse_unsupported(path: Path, raw: dict) -> None:
@@ -128,20 +136,17 @@ def refuse_unsupported(path: Path, raw: dict) -> None:
         if wrong:
             raise UserError(f"{path}: {key} is not supported: use a dense bf16 or fp32 checkpoint of "
                             f"{', '.join(SUPPORTED)}")
-    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-              "rms_norm_eps")
-    if missing := [key for key in needed if key not in raw]:
+    if missing := [key for key in NEEDED if key not in raw]:
         raise UserError(f"{path} lacks {', '.join(missing)}")
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Rotary position embedding
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Rotary position embedding -----------------------------------------------------------------------------
 
 def rope_frequencies(c: ModelConfig) -> torch.Tensor:
     """Angle per position of each pair of channels, float32 [head_dim / 2] (Su et al. 2021, eq. 15).
 
-    `linear` divides all by the factor; `llama3` only the long wavelengths, with a ramp between (Llama 3.1 release).
+    `linear` divides all by the factor; `llama3` only the long wavelengths, with a ramp between (Llama 3.1
+    release).
     """
     inv = 1.0 / c.rope_theta ** (torch.arange(0, c.head_dim, 2, dtype=torch.int64).float() / c.head_dim)
     if c.rope_scaling is None:
@@ -161,9 +166,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The transformer
-# ---------------------------------------------------------------------------------------------------------------
+# ---- The transformer ---------------------------------------------------------------------------------------
 
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig, layer: int):
@@ -177,7 +180,8 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
 
     def forward(self, x, cos, sin, attend):  # x [T, hidden]
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim))
+                   for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
 
@@ -215,7 +219,7 @@ class Decoder(nn.Module):
 
 
 class Policy(nn.Module):
-    """A causal language model whose `named_parameters()` are the tensors of its checkpoint, by name and shape."""
+    """A causal language model; `named_parameters()` are the tensors of its checkpoint."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -234,10 +238,10 @@ class Policy(nn.Module):
         return rope_frequencies(self.config).to(self.model.norm.weight.device)
 
     def forward(self, tokens, positions, attend) -> torch.Tensor:
-        """tokens, positions int64 [T] → last hidden states [T, hidden], normed; `head_weight` makes them logits."""
+        """tokens, positions int64 [T] → normed hidden states [T, hidden]; `head_weight` makes them logits."""
         x = self.model.embed_tokens(tokens)
         angles = positions[:, None].float() * self.inv_freq
-        cos, sin = angles.cos().to(x.dtype)[:, None], angles.sin().to(x.dtype)[:, None]  # [T, 1, head_dim / 2]
+        cos, sin = (f(angles).to(x.dtype)[:, None] for f in (torch.cos, torch.sin))  # [T, 1, head_dim / 2]
         for block in self.model.layers:
             x = block(x, cos, sin, attend)
         return self.model.norm(x)
@@ -266,11 +270,18 @@ class Policy(nn.Module):
                     read_tensor(file, path, name, parameters)
                     missing.discard(name)
         if missing:
-            raise UserError(f"{folder}: the checkpoint lacks {len(missing)} tensors, among them {min(missing)}")
+            raise UserError(f"{folder} lacks {len(missing)} tensors, among them {min(missing)}")
         return policy
 
+    def update_flops(self, lengths: list[int]) -> float:
+        """Useful operations of forward and backward over sequences of these lengths: 6 N a token, and causal
+        attention (PaLM, appendix B, halved)."""
+        c, parameters = self.config, sum(p.numel() for p in self.parameters())
+        attention = 6 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * sum(n * n for n in lengths)
+        return 6 * parameters * sum(lengths) + attention
+
     def save(self, folder, source=None) -> None:
-        """Writes model.safetensors in the working dtype; config, tokenizer and template files come from `source`."""
+        """Writes model.safetensors in the working dtype; config, tokenizer and such come from `source`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for pattern in FILES[1:] if source else ():
@@ -293,7 +304,7 @@ def safetensors_files(folder) -> list[Path]:
         files = [folder / "model.safetensors"]
     for file in files:
         if not file.exists():
-            hint = " (only .bin weights here: convert them to safetensors)" if list(folder.glob("*.bin")) else ""
+            hint = " (convert the .bin weights to safetensors)" if list(folder.glob("*.bin")) else ""
             raise UserError(f"{file} not found{hint}")
     return files
 
@@ -317,27 +328,23 @@ def read_tensor(file, path: Path, name: str, parameters: dict[str, torch.Tensor]
     parameters[name].data.copy_(tensor)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Attention over packed sequences
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Attention over packed sequences -----------------------------------------------------------------------
 
 @functools.cache
 def flash_attention():
-    """torch's packed FlashAttention, or None. Its signature grew: 2.11 takes grouped heads without being told."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    import inspect
+    """torch's packed FlashAttention. Its signature grew: torch 2.11 takes grouped heads untold."""
+    from torch.nn.attention.varlen import varlen_attn
     told = "enable_gqa" in inspect.signature(varlen_attn).parameters
     return functools.partial(varlen_attn, window_size=(-1, 0), **({"enable_gqa": True} if told else {}))
 
 
 class PackedAttention:
-    """Causal attention inside each sequence of a flat stream: attend(layer, q, k, v) with q [T, heads, head_dim].
+    """Causal attention inside each sequence of a flat stream: attend(layer, q, k, v) with q [T, heads,
+    head_dim].
 
-    Half precision on CUDA goes through FlashAttention with cumulative lengths. Elsewhere the stream is laid out as
-    [sequences, longest]: padding stands on the right, where the causal mask hides it from every real query.
+    Half precision on CUDA goes through FlashAttention with cumulative lengths. Elsewhere the stream is laid
+    out as [sequences, longest]: padding stands on the right, where the causal mask hides it from every real
+    query.
     """
 
     def __init__(self, lengths: list[int], device, dtype: torch.dtype):
@@ -352,7 +359,7 @@ class PackedAttention:
         else:
             self.shape = (len(lengths), self.longest)
             rows = torch.repeat_interleave(torch.arange(len(lengths)), host)
-            self.place = (rows * self.longest + column).to(device)  # [T] → row-major place in [sequences, longest]
+            self.place = (rows * self.longest + column).to(device)  # [T] → place in [sequences · longest]
 
     def __call__(self, layer: int, q, k, v) -> torch.Tensor:
         if self.flash:
@@ -366,15 +373,14 @@ class PackedAttention:
         return flat.unflatten(0, self.shape).transpose(1, 2)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Log-probabilities without [tokens, vocabulary]
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Log-probabilities without [tokens, vocabulary] --------------------------------------------------------
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """log softmax(h W^T / temperature)[target] and the entropy, a chunk of rows at a time, recomputed backward.
+    """log softmax(h W^T / temperature)[target] and the entropy, a chunk of rows at a time, recomputed
+    backward.
 
-    With p = softmax(z), z = h W^T / temperature: d log p[target] / d z = onehot(target) - p. The gradient of W is
-    summed in fp32 over the chunks. The entropy is a metric and carries no gradient.
+    With p = softmax(z), z = h W^T / temperature: d log p[target] / d z = onehot(target) - p. The gradient of
+    W is summed in fp32 over the chunks. The entropy is a metric and carries no gradient.
     """
 
     @staticmethod
@@ -400,7 +406,8 @@ class ChunkedLogprobs(torch.autograd.Function):
         for s in range(0, len(targets), ctx.chunk):
             rows = slice(s, s + ctx.chunk)
             scale = grad_logp[rows, None] / ctx.temperature
-            grad = scaled_logits(hidden[rows], weight, ctx.temperature).sub_(lse[rows, None]).exp_().mul_(-scale)
+            z = scaled_logits(hidden[rows], weight, ctx.temperature)
+            grad = z.sub_(lse[rows, None]).exp_().mul_(-scale)
             grad.scatter_add_(-1, targets[rows, None], scale)
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
@@ -417,23 +424,22 @@ def scaled_logits(hidden, weight, temperature: float) -> torch.Tensor:
 def token_logprobs(hidden, weight, targets, temperature: float = 1.0, chunk: int | None = None):
     """Log-probability of each target under softmax(logits / temperature), and the entropy there in nats.
 
-    hidden [T, hidden] predicts targets int64 [T]; weight [vocabulary, hidden]. Returns two float [T]; only the first
-    has a gradient. Holds at most chunk × vocabulary logits (default 2**27 elements).
+    hidden [T, hidden] predicts targets int64 [T]; weight [vocabulary, hidden]. Returns two float [T]; only
+    the first has a gradient. Holds at most chunk × vocabulary logits (default 2**27 elements).
     """
     chunk = chunk or max(1, LOGITS_IN_FLIGHT // weight.shape[0])
     return ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Sampling without an inference engine
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Sampling without an inference engine ------------------------------------------------------------------
 
 class KVCache:
-    """Keys and values of a batch of sequences, [layers, batch, length, kv_heads, head_dim], filled from the left."""
+    """Keys and values, [layers, batch, length, kv_heads, head_dim], filled from the left."""
 
     def __init__(self, policy: Policy, lengths: list[int], max_tokens: int):
         c, weight = policy.config, policy.model.norm.weight
-        shape = (c.num_hidden_layers, len(lengths), max(lengths) + max_tokens, c.num_key_value_heads, c.head_dim)
+        room = max(lengths) + max_tokens
+        shape = (c.num_hidden_layers, len(lengths), room, c.num_key_value_heads, c.head_dim)
         self.k, self.v = torch.zeros(2, *shape, dtype=weight.dtype, device=weight.device)
         self.packed = PackedAttention(lengths, weight.device, weight.dtype)
         self.used = torch.tensor(lengths, device=weight.device)  # [batch] tokens in the cache
@@ -462,17 +468,19 @@ def sample(policy: Policy, prompts: list[list[int]], max_tokens: int, temperatur
            eos_token_ids: list[int]) -> list[tuple[list[int], list[float]]]:
     """One completion for each prompt: (token ids, log-probability of each). Temperature 0 is greedy.
 
-    A completion ends with the EOS it emitted or, without one, after max_tokens. What a sequence draws depends on
-    its own seed alone, not on its neighbours: u_t uniform in [0, 1) is looked up in the cumulative distribution.
+    A completion ends with the EOS it emitted or, without one, after max_tokens. What a sequence draws depends
+    on its own seed alone, not on its neighbours: u_t uniform in [0, 1) is looked up in the cumulative
+    distribution.
     """
     device, lengths = policy.model.norm.weight.device, [len(p) for p in prompts]
     cache = KVCache(policy, lengths, max_tokens)
-    uniform = torch.stack([torch.rand(max_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(s))
-                           for s in seeds]).to(device)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    uniform = [torch.rand(max_tokens, dtype=torch.float64, generator=g) for g in generators]
+    uniform = torch.stack(uniform).to(device)  # [batch, max_tokens]
     tokens = torch.tensor([t for p in prompts for t in p], device=device)
     hidden = policy(tokens, cache.packed.positions, cache.prefill)[cache.used.cumsum(0) - 1]
-    eos, done = torch.tensor(eos_token_ids, device=device), torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    ids, logps, count = [], [], torch.zeros_like(cache.used)
+    eos, count = torch.tensor(eos_token_ids, device=device), torch.zeros_like(cache.used)
+    ids, logps, done = [], [], torch.zeros_like(count, dtype=torch.bool)
     for t in range(max_tokens):
         logp = scaled_logits(hidden, policy.head_weight, temperature or 1.0).log_softmax(-1)
         token = draw(logp, uniform[:, t]) if temperature > 0 else logp.argmax(-1)
@@ -491,5 +499,70 @@ def sample(policy: Policy, prompts: list[list[int]], max_tokens: int, temperatur
 def draw(logp: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Inverse-CDF sampling: logp [batch, vocabulary], uniform float64 [batch] → token ids [batch]."""
     cumulative = logp.double().exp().cumsum(-1)
-    threshold = uniform[:, None] * cumulative[:, -1:]  # the sum is 1 up to rounding: never step past the last token
+    threshold = uniform[:, None] * cumulative[:, -1:]  # the sum is 1 only up to rounding
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=logp.shape[-1] - 1)
+
+
+class PolicySampler:
+    """The policy generates for itself, without vLLM; the interface is that of colocate.py's engine."""
+
+    def __init__(self, policy: Policy):
+        self.policy, self.weight_version = policy, None
+
+    def wake(self, named_weights, version: int) -> None:
+        self.weight_version = version
+
+    def generate(self, prompts, *, n, max_tokens, temperature, seeds, eos_token_ids):
+        flat = [(p, s + i) for p, s in zip(prompts, seeds) for i in range(n)]
+        drawn = []
+        for start in range(0, len(flat), 256):  # bounds the KV cache
+            part = flat[start:start + 256]
+            drawn += sample(self.policy, [p for p, _ in part], max_tokens, temperature, [s for _, s in part],
+                            eos_token_ids)
+        return [drawn[i:i + n] for i in range(0, len(drawn), n)]
+
+    def sleep(self) -> None:
+        """Nothing to give back."""
+
+    close = sleep
+
+
+# ---- The built-in tiny model -------------------------------------------------------------------------------
+
+TINY_CONFIG = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", vocab_size=14, hidden_size=128,
+    intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=64,
+    max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=True,
+    torch_dtype="float32", bos_token_id=None, eos_token_id=12, pad_token_id=13)
+WARM_START = dict(steps=120, wrong=0.4, learning_rate=1e-3)
+
+
+def write_tiny_model(folder: Path, tokenizer, seed: int) -> None:
+    """A 2-layer Llama that has seen single-digit sums, 40 % of them wrong: it writes mostly wrong numbers.
+
+    From random weights no completion would ever be right, and a group without a difference teaches nothing.
+    tokenizer: one token for each of 0123456789+=, the EOS 12 in eos_token_ids.
+    """
+    (folder / "config.json").write_text(json.dumps(TINY_CONFIG, indent=2))
+    policy, rng = Policy(ModelConfig.from_folder(folder)), random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in policy.parameters():
+            if p.ndim > 1:
+                p.normal_(0, 0.02, generator=generator)
+    adam = torch.optim.AdamW(policy.parameters(), lr=WARM_START["learning_rate"], weight_decay=0.0)
+    for _ in range(WARM_START["steps"]):
+        examples = []
+        for _ in range(64):
+            a, b = rng.randrange(10), rng.randrange(10)
+            answer = rng.randrange(19) if rng.random() < WARM_START["wrong"] else a + b
+            examples.append(tokenizer.encode(f"{a}+{b}={answer}") + tokenizer.eos_token_ids)
+        lengths = [len(ids) for ids in examples]
+        tokens = torch.tensor([t for ids in examples for t in ids])
+        answer = torch.cat([torch.arange(n) for n in lengths]) >= len("7+5=")
+        hidden = policy.packed(tokens, lengths)[answer.roll(-1)]
+        loss = -token_logprobs(hidden, policy.head_weight, tokens[answer])[0].mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    policy.save(folder)

@@ -1,12 +1,14 @@
 """What the tests of the loss and of the optimizer run with one rank in their own process and with several under torchrun:
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 tests/ranks.py JOB CHECKPOINT OUT
+    python -m torch.distributed.run --standalone --nproc_per_node=2 tests/ranks.py CHECKPOINT OUT
 
 Every rank writes what it saw to OUT/rank_N.pt. Here are only inputs and calls; the expectations, worked out by hand or
 by other code, stand in the tests.
 """
 
+import atexit
 import contextlib
+import functools
 import math
 import os
 import random
@@ -20,7 +22,6 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-import minigrpo
 from minigrpo import Config, Rollout, ShardedAdamW, World, assign_advantages, step_metrics, update
 from model import Policy
 
@@ -45,7 +46,7 @@ def start(ranks: int, *arguments) -> tuple[subprocess.Popen, object]:
                             stderr=subprocess.STDOUT, env={**clean, "OMP_NUM_THREADS": "1"}), log
 
 
-def finish(started, timeout: float = 90) -> str:
+def finish(started, timeout: float = 180) -> str:
     """Waits; what it printed. AssertionError where it failed or hung."""
     process, log = started
     try:
@@ -64,10 +65,33 @@ def printed(log) -> str:
     return log.read()[-6000:]
 
 
-def on_two_ranks(job: str, checkpoint, out) -> list[dict]:
-    """The results of a job below, a dictionary for each rank."""
-    finish(start(2, "tests/ranks.py", job, checkpoint, out))
-    return [torch.load(Path(out) / f"rank_{rank}.pt") for rank in range(2)]
+@functools.cache
+def checkpoint():
+    """(folder, transformers model) of a small policy with tied embeddings, and biases on q, k and v."""
+    from checkpoints import write_checkpoint  # here: the ranks do without transformers
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return folder.name, write_checkpoint(folder.name, "qwen2-tied", scale=5.0, **SMALL)
+
+
+@functools.cache
+def outcome(size: int) -> list[dict] | AssertionError:
+    if size == 1:
+        return [all_jobs(checkpoint()[0], World())]
+    with tempfile.TemporaryDirectory() as out:
+        try:
+            finish(start(size, "tests/ranks.py", checkpoint()[0], out))
+        except AssertionError as error:
+            return error  # ranks that hang once are not waited for by every test
+        return [torch.load(Path(out) / f"rank_{rank}.pt") for rank in range(size)]
+
+
+def results(size: int) -> list[dict]:
+    """What all jobs below give, a dictionary for each rank of that many; run once for all tests."""
+    made = outcome(size)
+    if isinstance(made, AssertionError):
+        raise made
+    return made
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -222,15 +246,15 @@ def adamw(world: World) -> dict:
             "bf16": toy_updates(world, SMALL_RATE, torch.bfloat16, [1e-6] * 100, fixed=True)}
 
 
-def two_ranks_job(job: str, checkpoint: str, out: str) -> None:
+def all_jobs(folder, world: World) -> dict:
+    return {"gradients": gradients(folder, world), "odd": odd_batches(folder, world), "adamw": adamw(world)}
+
+
+def main(folder: str, out: str) -> None:
     world = World()
-    if job == "loss":
-        results = {"gradients": gradients(checkpoint, world), "odd": odd_batches(checkpoint, world)}
-    else:
-        results = adamw(world)
-    torch.save(results, Path(out) / f"rank_{world.rank}.pt")
+    torch.save(all_jobs(folder, world), Path(out) / f"rank_{world.rank}.pt")
     world.close()
 
 
 if __name__ == "__main__":
-    two_ranks_job(*sys.argv[1:])
+    main(*sys.argv[1:])

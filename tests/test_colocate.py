@@ -16,11 +16,18 @@ from colocate import ColocatedEngine, UserError, bit_sum, check_push
 HERE = Path(__file__).resolve().parent
 
 
-def torchrun(ranks: int, *command, timeout=300, **environment):
-    return subprocess.run(
+def torchrun(ranks: int, *command, timeout=300):
+    """Runs a command on that many ranks; CompletedProcess with returncode, stdout and stderr."""
+    process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--rdzv-backend=c10d",
-         "--rdzv-endpoint=localhost:0", *map(str, command)], capture_output=True, text=True, timeout=timeout,
-        env={**os.environ, **environment})
+         "--rdzv-endpoint=localhost:0", *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun passes it on; SIGKILL would leave the ranks running
+        out, err = process.communicate(timeout=60)
+        pytest.fail(f"hangs: {out[-2000:]}{err[-2000:]}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 @pytest.fixture(scope="module", params=["qwen2-tied", "llama-biases", "qwen3-untied"])

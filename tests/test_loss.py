@@ -24,21 +24,9 @@ DOUBLE = torch.float64
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """(folder, transformers model): tied embeddings, biases on q, k and v."""
-    folder = tmp_path_factory.mktemp("loss")
-    return folder, write_checkpoint(folder, "qwen2-tied", scale=5.0, **SMALL)
+def checkpoint():
+    return ranks.checkpoint()
 
-
-@pytest.fixture(scope="module")
-def one_rank(checkpoint):
-    world = World()
-    return {"gradients": ranks.gradients(checkpoint[0], world), "odd": ranks.odd_batches(checkpoint[0], world)}
-
-
-@pytest.fixture(scope="module")
-def two_ranks(checkpoint, tmp_path_factory):
-    return ranks.on_two_ranks("loss", checkpoint[0], tmp_path_factory.mktemp("two"))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -183,12 +171,11 @@ def test_the_plain_forward_equals_transformers(checkpoint):
 
 @pytest.mark.parametrize("dtype, limit", [(DOUBLE, 1e-12), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("loss_type, scale, mask", CASES)
-@pytest.mark.parametrize("world", ["one_rank", "two_ranks"])
-def test_gradient_equals_the_padded_loop(request, expected, world, loss_type, scale, mask, dtype, limit):
-    results = request.getfixturevalue(world)
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradient_equals_the_padded_loop(expected, world, loss_type, scale, mask, dtype, limit):
     grad, loss, facts = expected[loss_type, scale, mask]
     norm = math.sqrt(sum(g.square().sum().item() for g in grad.values()))
-    for result in results if world == "two_ranks" else [results]:
+    for result in ranks.results(world):
         for budget in BUDGETS:
             got = result["gradients"][f"{loss_type} {scale} {mask} {budget} {dtype}"]
             assert distance(got["grad"], grad) < limit
@@ -210,7 +197,7 @@ def test_the_cases_differ_and_hold_what_they_are_for(expected):
 
 
 @pytest.mark.parametrize("loss_type, scale, mask", CASES)
-def test_gradient_equals_transformers(checkpoint, one_rank, loss_type, scale, mask):
+def test_gradient_equals_transformers(checkpoint, loss_type, scale, mask):
     """Temperature included: the logits are transformers'."""
     oracle = checkpoint[1]
     oracle.zero_grad()
@@ -218,11 +205,12 @@ def test_gradient_equals_transformers(checkpoint, one_rank, loss_type, scale, ma
     loss, _ = plain_loss(oracle(ids).logits, ragged_rollouts(), case_config(loss_type, scale, mask))
     loss.backward()
     want = {name: p.grad for name, p in oracle.named_parameters()}
-    assert distance(one_rank["gradients"][f"{loss_type} {scale} {mask} 40 torch.float32"]["grad"], want) < 1e-4
+    [result] = ranks.results(1)
+    assert distance(result["gradients"][f"{loss_type} {scale} {mask} 40 torch.float32"]["grad"], want) < 1e-4
 
 
-def test_ranks_see_the_same_sums(two_ranks):
-    first, second = (r["gradients"] for r in two_ranks)
+def test_ranks_see_the_same_sums():
+    first, second = (r["gradients"] for r in ranks.results(2))
     assert all(first[key]["sums"] == second[key]["sums"] for key in first)
 
 
@@ -300,12 +288,11 @@ def test_an_emitted_eos_is_trained(checkpoint, policy):
 
 
 @pytest.mark.parametrize("cut", [[5, 6], [5, EOS, 6], [EOS]])
-def test_nothing_is_appended_to_a_truncated_completion(checkpoint, cut):
+def test_nothing_is_appended_to_a_truncated_completion(tmp_path, cut):
     """Untied, the last token of a completion gets no gradient in the embedding table: nothing is predicted from it."""
-    folder = checkpoint[0].parent / "untied"
-    write_checkpoint(folder, "llama-biases", scale=5.0, **SMALL)
-    policy = Policy.from_folder(folder, dtype=DOUBLE)
-    far, grad = end_of_text(folder, policy, [rollout(prompt=[3, 4], completion=[*cut, 9], truncated=True)])
+    write_checkpoint(tmp_path, "llama-biases", scale=5.0, **SMALL)
+    policy = Policy.from_folder(tmp_path, dtype=DOUBLE)
+    far, grad = end_of_text(tmp_path, policy, [rollout(prompt=[3, 4], completion=[*cut, 9], truncated=True)])
     rows = grad["model.embed_tokens.weight"].abs().sum(-1)
     assert far < 1e-12
     assert rows[9] == 0 and all(rows[t] > 0 for t in {3, 4, *cut})
@@ -536,15 +523,10 @@ def test_with_one_update_the_ratio_is_exactly_one(policy):
     assert all(torch.equal(g, made[0][1][name]) for _, grad in made for name, g in grad.items())
 
 
-@pytest.fixture(scope="module")
-def all_ranks(one_rank, two_ranks):
-    """The odd batches of the only rank, and of each of two."""
-    return [one_rank["odd"], *(r["odd"] for r in two_ranks)]
-
-
 @pytest.mark.parametrize("name", ["none rewarded", "no finite sampler"])
-def test_batches_that_train_nothing(all_ranks, name):
-    for odd in all_ranks:
+@pytest.mark.parametrize("world", [1, 2])
+def test_batches_that_train_nothing(world, name):
+    for odd in (r["odd"] for r in ranks.results(world)):
         row = odd[name]["row"]
         assert row["loss"] == 0 and row["grad_norm"] == 0 and row["skipped_updates"] == 0
         assert all(g.isfinite().all() and not g.any() for g in odd[name]["grad"].values())
@@ -554,15 +536,17 @@ def test_batches_that_train_nothing(all_ranks, name):
         assert row["broken_logprobs"] == (0 if name == "none rewarded" else 24)
 
 
-def test_equal_rewards_train_on_zeros(all_ranks):
-    for odd in all_ranks:
+@pytest.mark.parametrize("world", [1, 2])
+def test_equal_rewards_train_on_zeros(world):
+    for odd in (r["odd"] for r in ranks.results(world)):
         row = odd["equal rewards"]["row"]
         assert row["loss"] == 0 and row["grad_norm"] == 0 and row["frac_reward_zero_std"] == 1
         assert row["entropy"] > 0.1  # they count as trained
 
 
-def test_a_gradient_that_is_not_finite_skips_the_update_everywhere(all_ranks):
-    for odd in all_ranks:
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_gradient_that_is_not_finite_skips_the_update_everywhere(world):
+    for odd in (r["odd"] for r in ranks.results(world)):
         assert not odd["not finite"]["changed"] and odd["not finite"]["row"]["skipped_updates"] == 1
         assert not math.isfinite(odd["not finite"]["row"]["grad_norm"])
         assert not odd["nan of the last rank"]["changed"]
@@ -576,9 +560,9 @@ def test_a_gradient_that_is_not_finite_skips_the_update_everywhere(all_ranks):
 # L8: no rank hangs another
 # ---------------------------------------------------------------------------------------------------------------
 
-def test_ranks_with_uneven_work_agree(all_ranks):
+def test_ranks_with_uneven_work_agree():
     """One sequence for two ranks, or none at all: the same rows, and the same weights to the last bit on both."""
-    one, first, second = all_ranks
+    one, first, second = (r["odd"] for size in (1, 2) for r in ranks.results(size))
     for name in one:
         if "row" in one[name]:
             a, b = first[name]["row"], second[name]["row"]

@@ -18,11 +18,8 @@ from data import UserError
 from minigrpo import Config, ShardedAdamW, World, balance, check, learning_rate_at, pack, parse
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What one rank gives, and each of two."""
-    two = ranks.on_two_ranks("optimizer", "-", tmp_path_factory.mktemp("optimizer"))
-    return {1: [ranks.adamw(World())], 2: two}
+def results(world):
+    return [r["adamw"] for r in ranks.results(world)]
 
 
 def summed_gradients(step, world, dtype):
@@ -41,7 +38,7 @@ def adamw(parameters, c, **more):
 # ---------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_equals_adamw_with_clipping(results, world):
+def test_equals_adamw_with_clipping(world):
     """Weight decay, betas, epsilon, a new rate each step; steps that are clipped and steps that are not."""
     module = toy_parameters(torch.float64)
     oracle, norms = adamw(module, TOY), []
@@ -52,7 +49,7 @@ def test_equals_adamw_with_clipping(results, world):
         oracle.param_groups[0]["lr"] = rate
         oracle.step()
     assert max(norms) > 10 * TOY.max_grad_norm and min(norms) < TOY.max_grad_norm
-    for result in results[world]:
+    for result in results(world):
         assert result["double"]["norms"] == pytest.approx(norms, rel=1e-12)
         for got, want in zip(result["double"]["parameters"], module):
             assert got.shape == want.shape and torch.allclose(got, want, rtol=1e-12, atol=1e-14)
@@ -61,7 +58,7 @@ def test_equals_adamw_with_clipping(results, world):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_100_small_updates_move_bf16_weights_as_fp32_adamw_does(results, world):
+def test_100_small_updates_move_bf16_weights_as_fp32_adamw_does(world):
     """Each update is far below the spacing of bf16 numbers; AdamW on the bf16 weights themselves stands still."""
     start = toy_parameters(torch.bfloat16)
     exact = torch.nn.ParameterList([p.detach().float() for p in start])
@@ -79,7 +76,7 @@ def test_100_small_updates_move_bf16_weights_as_fp32_adamw_does(results, world):
     toward = -flat(gradients).sign()  # Adam with a constant gradient: the rate, against its sign
     moved = lambda tensors: ((flat(tensors) - first) * toward)[first.abs() > 1e-3].mean().item()
     assert moved(exact) == pytest.approx(1e-4, rel=1e-2) and abs(moved(stuck)) < 1e-5
-    for result in results[world]:
+    for result in results(world):
         got = result["bf16"]["parameters"]
         assert all(p.dtype == torch.bfloat16 for p in got)
         assert moved(got) == pytest.approx(1e-4, rel=0.1)
@@ -88,8 +85,8 @@ def test_100_small_updates_move_bf16_weights_as_fp32_adamw_does(results, world):
         assert result["bf16"]["gradients freed"]
 
 
-def test_ranks_hold_the_same_weights_to_the_last_bit(results):
-    first, second = results[2]
+def test_ranks_hold_the_same_weights_to_the_last_bit():
+    first, second = results(2)
     for name in ("double", "bf16"):
         assert all(torch.equal(a, b) for a, b in zip(first[name]["parameters"], second[name]["parameters"]))
         assert first[name]["norms"] == second[name]["norms"]
@@ -169,7 +166,7 @@ def test_learning_rates_without_warm_up_and_with_nothing_else():
 # ---------------------------------------------------------------------------------------------------------------
 
 def test_balance_and_pack_by_hand():
-    assert balance([5, 9, 5, 2], 2) == [[1, 3], [0, 2]]  # 9 | 5, 5 | then 2 to the 9: 11 against 10? no: see below
+    assert balance([5, 9, 5, 2], 2) == [[1, 3], [0, 2]]  # 9 | 5 + 5, and the 2 joins the 9
     assert balance([1, 2], 3) == [[1], [0], []] and balance([], 2) == [[], []]
     assert pack([5, 9, 5, 2], 10) == [[1], [0, 2], [3]] and pack([5, 30, 5], 10) == [[1], [0, 2]] and pack([], 9) == []
 
@@ -251,7 +248,7 @@ REFUSED = [  # flags, and what the message must hold: the flag, and something th
 def test_what_cannot_work_is_refused_by_flag_and_with_what_does(monkeypatch, flags, named):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UserError) as error:
-        check(parse(flags), 1)
+        check(parse(flags))
     assert all(part in str(error.value) for part in named), str(error.value)
 
 
@@ -260,7 +257,7 @@ def test_what_works_is_not_refused(monkeypatch):
     for flags in (["--num_generations", "2"], ["--temperature", "0.1"], ["--max_steps", "1"], ["--colocate"], [],
                   ["--model", "x", "--num_train_epochs", "0.5"], ["--eval_steps", "0"], ["--warmup_steps", "0"],
                   ["--prompts_per_step", "1"], ["--vllm_gpu_memory_utilization", "0.9"], ["--save_rollouts", "0"]):
-        check(parse(flags), 4)
+        check(parse(flags))
 
 
 def test_every_field_is_an_option_with_its_type():
