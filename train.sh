@@ -37,4 +37,15 @@ if [ "${1:-}" = test ]; then
   shift
   exec $python -m pytest -q tests "$@"
 fi
-exec .venv/bin/torchrun --nproc_per_node="$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)" minigrpo.py --colocate "$@"
+
+# torchrun reports 1 when it was signalled, although the ranks have saved and ended well: the run folder knows.
+began=$(mktemp) out=runs code=0
+for ((i = 1; i < $#; i++)); do [ "${!i}" = --out ] && j=$((i + 1)) && out=${!j}; done
+$python -m torch.distributed.run --nproc_per_node="$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)" minigrpo.py --colocate "$@" &
+trap 'kill -TERM $! 2> /dev/null' TERM INT
+wait $! || code=$?
+while kill -0 $! 2> /dev/null; do code=0; wait $! || code=$?; done  # a signal interrupts the first wait
+saved=$(find -L "$out" -name trainer.json -path '*latest*' -newer "$began" 2> /dev/null | head -n 1)
+rm -f "$began"
+if [ "$code" -ne 0 ] && [ -n "$saved" ] && grep -q '"stopped": true' "$saved"; then exit 0; fi
+exit "$code"
