@@ -30,6 +30,7 @@ import math
 import os
 import shutil
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -109,6 +110,7 @@ class Config:
     eval_steps: int = option(50, "greedy evaluation every so many steps, and before and after; 0 never")
     save_steps: int = option(50, "a checkpoint every so many steps; the last weights are always written")
     save_total_limit: int = option(2, "checkpoints to keep")
+    max_skipped: int = option(10, "give up after so many updates in a row whose gradient is not finite")
     save_rollouts: int = option(10, "keep the completions of the last so many steps")
     seed: int = option(0, "of the order of prompts and of every sample")
     out: str = option("", "run folder (default: runs/<model>-<data>-<hash of the options>)")
@@ -134,7 +136,7 @@ def check(c: Config) -> None:
     """Raises UserError for values with which no run makes sense, and names values with which one does."""
     at_least = dict(num_generations=2, prompts_per_step=1, max_completion_length=1, max_prompt_length=1,
                     micro_batch_tokens=1, warmup_steps=0, eval_steps=0, save_rollouts=0, reward_workers=0,
-                    save_steps=1, save_total_limit=1)
+                    save_steps=1, save_total_limit=1, max_skipped=1)
     for name, least in at_least.items():
         if getattr(c, name) < least:
             use = f"{least} or more" if least < 2 else "8 or more: completions of a prompt are compared"
@@ -261,6 +263,12 @@ class World:
         values = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def now(self) -> float:
+        """Seconds on a clock, once the GPU has done what it was given."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def share(self, items: list) -> list:
         """This rank's contiguous part of a list that every rank has; parts differ by at most one."""
@@ -558,7 +566,10 @@ class Run:
         if self.c.fresh:
             self.latest.unlink(missing_ok=True)
         if self.latest.exists():
-            state, old = read_json(self.latest / "trainer.json"), read_json(config)
+            try:
+                state, old = (json.loads(p.read_text()) for p in (self.latest / "trainer.json", config))
+            except (OSError, ValueError) as error:
+                raise UserError(f"{self.folder} is damaged ({error}): --fresh starts anew") from None
             new = json.loads(json.dumps(self.options))
             if changed := sorted(k for k in new.keys() | old.keys() if new.get(k) != old.get(k)):
                 raise UserError(f"{self.folder} holds a run with other options ({', '.join(changed)}): give "
@@ -641,13 +652,6 @@ class Run:
                 discard(self.folder / f"step_{old}")
 
 
-def read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}): --fresh starts the run anew") from None
-
-
 def sync(path: Path) -> None:
     """Returns when the file or folder is on the disk and would survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -675,22 +679,33 @@ class Stop:
         self.wanted = True
 
 
-class Stopwatch:
-    """Seconds spent in each stage of a step: `with watch("update"): …`. Waits for the GPU at both ends."""
+class Health:
+    """Ends a run whose numbers have gone wrong, with the reason. Its inputs are the same on every rank."""
 
-    def __init__(self, cuda: bool):
-        self.cuda, self.seconds, self.start = cuda, {}, time.perf_counter()
+    def __init__(self, c: Config):
+        self.c, self.skipped, self.suspicious, self.gaps = c, 0, 0, []
 
-    @contextlib.contextmanager
-    def __call__(self, stage: str):
-        start = self.now()
-        yield
-        self.seconds[f"time/{stage}"] = self.now() - start
+    def check(self, row: dict) -> None:
+        """Raises UserError after max_skipped updates skipped in a row, or three steps of a gap far off."""
+        self.skipped = self.skipped + 1 if row["skipped_updates"] else 0
+        if self.skipped >= self.c.max_skipped:
+            raise UserError(f"{self.skipped} updates in a row had a gradient norm that is not finite: lower "
+                            "--learning_rate, and continue from the last checkpoint: its weights are good")
+        gap = row["logprob_gap/mean"]
+        usual = statistics.median(self.gaps) if len(self.gaps) == 10 else math.inf
+        self.gaps = [*self.gaps, gap][:10]  # what is healthy shows in the first ten steps
+        self.suspicious = self.suspicious + 1 if gap > max(0.05, 3 * usual) else 0
+        if self.suspicious >= 3:
+            raise UserError(f"sampler and trainer differ by {gap:.3f} in a token's log-probability, at first by "
+                            f"{usual:.3f}: the engine no longer computes what the policy computes")
 
-    def now(self) -> float:
-        if self.cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
+
+@contextlib.contextmanager
+def timed(seconds: dict, stage: str, world: World):
+    """Adds the seconds spent inside as time/<stage>. Waits for the GPU at both ends."""
+    start = world.now()
+    yield
+    seconds[f"time/{stage}"] = world.now() - start
 
 
 def step_metrics(rollouts: list[Rollout], scores: torch.Tensor, sums: dict, policy: Policy, world: World,
@@ -762,7 +777,7 @@ def build_engine(c: Config, folder: Path, policy: Policy, world: World):
 
 def train(c: Config, world: World) -> None:
     """The run: seven stages a step; after the last update one more wake to evaluate what came out."""
-    run, stop = Run(c, world), Stop()
+    run, stop, health = Run(c, world), Stop(), Health(c)
     say = functools.partial(print, flush=True) if world.rank == 0 else lambda *a: None
     if run.state.get("finished"):
         return say(f"{run.folder} holds a finished run: {run.state['result']} (--fresh starts anew)")
@@ -787,7 +802,8 @@ def train(c: Config, world: World) -> None:
         say(f"continues after update {start}")
 
     for step in range(start, c.max_steps + 1):
-        watch, last, row = Stopwatch(world.cuda), step == c.max_steps, {"step": step, "weight_version": step}
+        last, row, began = step == c.max_steps, {"step": step, "weight_version": step}, world.now()
+        watch = functools.partial(timed, row, world=world)
         with watch("wake"):                                                                     # 1. wake
             engine.wake(policy.named_parameters(), version=step)
         if held_out and c.eval_steps and (last or step % c.eval_steps == 0):
@@ -795,7 +811,7 @@ def train(c: Config, world: World) -> None:
                 after = row["eval/accuracy"] = evaluate(engine, held_out, tokenizer, scorer, c, world)
             before = after if step == 0 else before
         if last:
-            run.record({**row, **watch.seconds}, [])
+            run.record(row, [])
             break
         indices = prompt_indices(step, c.prompts_per_step, len(prompts.train), c.seed)
         mine = world.share([(slot, prompts.train[i]) for slot, i in enumerate(indices)])
@@ -814,11 +830,11 @@ def train(c: Config, world: World) -> None:
         rate = learning_rate_at(step, c)
         with watch("update"):                                                                   # 6. update
             sums = update(policy, optimizer, rollouts, rate, c, world)
-        watch.seconds["time/step"] = watch.now() - watch.start                                  # 7. record
-        row |= {"learning_rate": rate, **watch.seconds}
+        row |= {"learning_rate": rate, "time/step": world.now() - began}                        # 7. record
         row |= step_metrics(rollouts, scores, sums, policy, world, row)
         run.record(row, rollouts)
         run.print_line(row)
+        health.check(row)
         stopped = any(world.gather(stop.wanted))  # a signal may have reached one rank only
         if stopped or ((step + 1) % c.save_steps == 0 and step + 1 < c.max_steps):
             run.save(policy, optimizer, folder, step + 1, before=before, stopped=stopped,

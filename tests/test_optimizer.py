@@ -1,5 +1,5 @@
-"""The sharded AdamW (L6, L7) against torch.optim.AdamW with one and two ranks; learning rates, the division of work and
-the command line against values worked out by hand.
+"""The sharded AdamW (L6, L7) against torch.optim.AdamW with one and two ranks; learning rates, the division
+of work and the command line against values worked out by hand.
 """
 
 import itertools
@@ -9,13 +9,11 @@ import sys
 import pytest
 import ranks
 import torch
-from checkpoints import write_checkpoint
-from data import write_digits_tokenizer
-from ranks import SMALL, SMALL_RATE, TOY, TOY_RATES, toy_gradients, toy_parameters
+from ranks import SMALL_RATE, TOY, TOY_RATES, toy_gradients, toy_parameters
 
 import minigrpo
 from data import UserError
-from minigrpo import Config, ShardedAdamW, World, balance, check, learning_rate_at, pack, parse
+from minigrpo import Config, Health, ShardedAdamW, World, balance, check, learning_rate_at, pack, parse
 
 
 def results(world):
@@ -33,9 +31,7 @@ def adamw(parameters, c, **more):
                              weight_decay=c.weight_decay, **more)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# ShardedAdamW
-# ---------------------------------------------------------------------------------------------------------------
+# ---- ShardedAdamW ------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_equals_adamw_with_clipping(world):
@@ -59,7 +55,7 @@ def test_equals_adamw_with_clipping(world):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_100_small_updates_move_bf16_weights_as_fp32_adamw_does(world):
-    """Each update is far below the spacing of bf16 numbers; AdamW on the bf16 weights themselves stands still."""
+    """Each update is far below the spacing of bf16 numbers; AdamW on bf16 weights itself stands still."""
     start = toy_parameters(torch.bfloat16)
     exact = torch.nn.ParameterList([p.detach().float() for p in start])
     stuck = toy_parameters(torch.bfloat16)
@@ -139,13 +135,41 @@ def test_a_norm_that_is_not_finite_leaves_every_bit(value):
     assert norm > 0 and not same
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Learning rates
-# ---------------------------------------------------------------------------------------------------------------
+def test_shards_load_on_another_number_of_ranks(tmp_path):
+    """Written by 2 ranks, read by 1, 2, 3 and 5, whose shards end elsewhere."""
+    def shards(size):
+        made = []
+        for rank in range(size):
+            world = World.__new__(World)
+            world.rank, world.size = rank, size
+            made.append(ShardedAdamW(toy_parameters(torch.float32), TOY, world))
+        return made
+
+    def joined(parts):  # without the padding behind the last parameter, which depends on the number of ranks
+        length = parts[0].offsets[-1] + parts[0].parameters[-1].numel()
+        names = ("exp_avg", "exp_avg_sq")
+        return [torch.cat([p.master for p in parts])[:length],
+                *(torch.cat([p.state[n] for p in parts])[:length] for n in names)]
+
+    written, g = shards(2), torch.Generator().manual_seed(0)
+    for part in written:
+        part.state["step"].fill_(17)
+        for values in (part.master, part.state["exp_avg"], part.state["exp_avg_sq"]):
+            values.normal_(generator=g)
+        part.save(tmp_path)
+    for size in (1, 2, 3, 5):
+        read = shards(size)
+        for part in read:
+            part.load(tmp_path)
+            assert part.state["step"] == 17 and part.adam.state[part.master] is part.state
+        assert all(torch.equal(a, b) for a, b in zip(joined(written), joined(read)))
+
+
+# ---- Learning rates ----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("schedule, rates", [
     ("constant", [1, 2, 3, 4, 4, 4, 4, 4]),
-    ("linear", [1, 2, 3, 4, 4, 3, 2, 1]),  # four steps of warm-up, then a quarter less each, towards 0 after the last
+    ("linear", [1, 2, 3, 4, 4, 3, 2, 1]),  # four steps up, then a quarter less each, towards 0 after the last
     ("cosine", [1, 2, 3, 4, 4, 0.4 + 3.6 * (1 + 0.5**0.5) / 2, 2.2, 0.4 + 3.6 * (1 - 0.5**0.5) / 2])])
 def test_learning_rates_by_hand(schedule, rates):
     c = Config(learning_rate=4.0, warmup_steps=4, max_steps=8, lr_scheduler_type=schedule, min_lr_rate=0.1)
@@ -161,14 +185,13 @@ def test_learning_rates_without_warm_up_and_with_nothing_else():
     assert learning_rate_at(4, c) == pytest.approx(0.5)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The division of work
-# ---------------------------------------------------------------------------------------------------------------
+# ---- The division of work ----------------------------------------------------------------------------------
 
 def test_balance_and_pack_by_hand():
     assert balance([5, 9, 5, 2], 2) == [[1, 3], [0, 2]]  # 9 | 5 + 5, and the 2 joins the 9
     assert balance([1, 2], 3) == [[1], [0], []] and balance([], 2) == [[], []]
-    assert pack([5, 9, 5, 2], 10) == [[1], [0, 2], [3]] and pack([5, 30, 5], 10) == [[1], [0, 2]] and pack([], 9) == []
+    assert pack([5, 9, 5, 2], 10) == [[1], [0, 2], [3]] and pack([5, 30, 5], 10) == [[1], [0, 2]]
+    assert pack([6, 5, 4, 3], 10) == [[0, 2], [1, 3]] and pack([], 9) == []  # the 4 goes back to the first
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -207,9 +230,7 @@ def test_sums_add_up_and_maxima_do_not():
     assert minigrpo.add_up(parts) == {"a": 7, "a_max": 5.0} and minigrpo.add_up([]) == {}
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The command line
-# ---------------------------------------------------------------------------------------------------------------
+# ---- The command line --------------------------------------------------------------------------------------
 
 REFUSED = [  # flags, and what the message must hold: the flag, and something that works
     (["--num_generations", "1"], ["--num_generations 1", "8 or more"]),
@@ -223,6 +244,8 @@ REFUSED = [  # flags, and what the message must hold: the flag, and something th
     (["--warmup_steps", "-1"], ["--warmup_steps -1", "0 or more"]),
     (["--eval_steps", "-1"], ["--eval_steps -1", "0 or more"]),
     (["--save_rollouts", "-1"], ["--save_rollouts -1", "0 or more"]),
+    (["--save_steps", "0"], ["--save_steps 0", "1 or more"]),
+    (["--save_total_limit", "0"], ["--save_total_limit 0", "1 or more"]),
     (["--reward_workers", "-1"], ["--reward_workers -1", "0 or more"]),
     (["--learning_rate", "0"], ["--learning_rate 0", "1e-06"]),
     (["--learning_rate", "nan"], ["--learning_rate nan", "1e-06"]),
@@ -232,7 +255,8 @@ REFUSED = [  # flags, and what the message must hold: the flag, and something th
     (["--vllm_importance_sampling_clip_max", "0"], ["--vllm_importance_sampling_clip_max 0", "3.0"]),
     (["--vllm_gpu_memory_utilization", "1.5"], ["--vllm_gpu_memory_utilization 1.5", "0.1 to 0.9"]),
     (["--vllm_gpu_memory_utilization", "0"], ["--vllm_gpu_memory_utilization 0", "0.1 to 0.9"]),
-    (["--max_steps", "0"], ["--max_steps", "1 or more"]), (["--max_steps", "-2"], ["--max_steps", "1 or more"]),
+    (["--max_steps", "0"], ["--max_steps", "1 or more"]),
+    (["--max_steps", "-2"], ["--max_steps", "1 or more"]),
     (["--model", "x", "--num_train_epochs", "0"], ["--num_train_epochs", "above 0"]),
     (["--colocate"], ["--colocate", "torchrun --nproc_per_node=1"]),
     *(([f"--{name}", "0.5"], [f"--{name}", "log-probabilities"]) for name in (
@@ -254,28 +278,31 @@ def test_what_cannot_work_is_refused_by_flag_and_with_what_does(monkeypatch, fla
 
 def test_what_works_is_not_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    for flags in (["--num_generations", "2"], ["--temperature", "0.1"], ["--max_steps", "1"], ["--colocate"], [],
-                  ["--model", "x", "--num_train_epochs", "0.5"], ["--eval_steps", "0"], ["--warmup_steps", "0"],
-                  ["--prompts_per_step", "1"], ["--vllm_gpu_memory_utilization", "0.9"], ["--save_rollouts", "0"]):
-        check(parse(flags))
+    for flags in ("", "--num_generations 2", "--temperature 0.1", "--max_steps 1", "--colocate",
+                  "--model x --num_train_epochs 0.5", "--eval_steps 0", "--warmup_steps 0", "--save_steps 1",
+                  "--vllm_gpu_memory_utilization 0.9", "--save_rollouts 0", "--prompts_per_step 1"):
+        check(parse(flags.split()))
 
 
 def test_every_field_is_an_option_with_its_type():
-    c = parse(["--model", "m", "--reward", "a", "b.py:f", "--reward_weights", "1", "0.5", "--colocate", "--seed", "7",
-               "--no-vllm_importance_sampling_correction", "--learning_rate", "3e-5", "--loss_type", "grpo"])
-    assert (c.model, c.reward, c.reward_weights, c.colocate, c.seed) == ("m", ["a", "b.py:f"], [1.0, 0.5], True, 7)
+    c = parse(["--model", "m", "--reward", "a", "b.py:f", "--reward_weights", "1", "0.5", "--colocate",
+               "--seed", "7", "--no-vllm_importance_sampling_correction", "--learning_rate", "3e-5",
+               "--loss_type", "grpo"])
+    assert (c.model, c.reward, c.reward_weights) == ("m", ["a", "b.py:f"], [1.0, 0.5])
+    assert (c.colocate, c.seed) == (True, 7)
     assert (c.vllm_importance_sampling_correction, c.learning_rate, c.loss_type) == (False, 3e-5, "grpo")
     assert parse(["--model", "m"]) == Config(model="m")
 
 
 def test_the_bare_command_sets_its_own_defaults_and_flags_win():
     bare, own = parse([]), parse(["--learning_rate", "0.5", "--max_steps", "3"])
-    assert (bare.prompts_per_step, bare.num_generations, bare.learning_rate, bare.max_steps) == (32, 16, 1e-3, 200)
+    assert (bare.prompts_per_step, bare.num_generations, bare.learning_rate) == (32, 16, 1e-3)
     assert (own.learning_rate, own.max_steps, own.num_generations) == (0.5, 3, 16)
 
 
-@pytest.mark.parametrize("flags", [["--loss_type", "ppo"], ["--scale_rewards", "all"], ["--nonsense", "1"],
-                                   ["--num_gen", "4"], ["--lr_scheduler_type", "step"], ["--num_generations", "x"]])
+@pytest.mark.parametrize("flags", [
+    ["--loss_type", "ppo"], ["--scale_rewards", "all"], ["--nonsense", "1"], ["--num_gen", "4"],
+    ["--lr_scheduler_type", "step"], ["--num_generations", "x"]])
 def test_other_words_end_with_the_usage(capsys, flags):
     with pytest.raises(SystemExit) as error:
         parse(flags)
@@ -284,8 +311,7 @@ def test_other_words_end_with_the_usage(capsys, flags):
 
 @pytest.fixture
 def folder(tmp_path):
-    write_checkpoint(tmp_path / "model", "llama-tied", **{**SMALL, "vocab_size": 14, "eos_token_id": 12})
-    write_digits_tokenizer(tmp_path / "model")
+    ranks.write_digits_model(tmp_path / "model")
     return tmp_path
 
 
@@ -293,7 +319,7 @@ def folder(tmp_path):
     (["--reward", "nonsense"], ["nonsense"]),
     (["--reward", "missing.py:f"], ["missing.py"]),
     (["--reward", "gsm8k", "--reward_weights", "1", "2"], ["--reward_weights"]),
-    (["--max_completion_length", "600"], ["--max_prompt_length 8", "--max_completion_length 600", "takes 512"]),
+    (["--max_completion_length", "600"], ["--max_prompt_length 8", "--max_completion_length 600", "512"]),
     (["--data", "nowhere.jsonl"], ["nowhere.jsonl"]),
     (["--model", "nowhere"], ["nowhere", "--model"]),
     (["--temperature", "0"], ["--temperature 0"])])
@@ -304,7 +330,7 @@ def test_mistakes_end_in_one_line_before_anything_starts(folder, monkeypatch, ca
     usual = ["--model", str(folder / "model"), "--out", str(folder / "run"), "--max_prompt_length", "8",
              "--max_completion_length", "4"]
     monkeypatch.setattr(sys, "argv", ["minigrpo.py", *usual, *flags])
-    with pytest.raises(SystemExit) as error:
+    with ranks.signals_kept(), pytest.raises(SystemExit) as error:
         minigrpo.main()
     assert error.value.code == 1
     lines = capsys.readouterr().err.strip().splitlines()
@@ -318,3 +344,20 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(minigrpo, "train", lambda *_: [][0])
     with pytest.raises(IndexError):
         minigrpo.main()
+
+
+def test_a_run_whose_numbers_go_wrong_ends_with_the_reason():
+    row = {"skipped_updates": 0, "logprob_gap/mean": 0.02}
+    health = Health(Config(max_skipped=3))
+    for skipped in (1, 1, 0, 1, 1):  # never three in a row
+        health.check({**row, "skipped_updates": skipped})
+    with pytest.raises(UserError, match="3 updates in a row.*--learning_rate"):
+        health.check({**row, "skipped_updates": 1})
+    health = Health(Config())
+    for gap in [0.02] * 9 + [0.2] + [0.059, 0.07, 0.07, 0.05, 0.07, 0.07]:  # 3 × 0.02 is exceeded twice in a row
+        health.check({**row, "logprob_gap/mean": gap})
+    with pytest.raises(UserError, match="differ by 0.070 .* at first by 0.020"):
+        health.check({**row, "logprob_gap/mean": 0.07})
+    health = Health(Config())
+    for gap in [1e-7] * 10 + [0.049] * 20:  # under 0.05 nothing is alarming
+        health.check({**row, "logprob_gap/mean": gap})
