@@ -274,10 +274,6 @@ class World:
         """This rank's contiguous part of a list that every rank has; parts differ by at most one."""
         return items[self.rank * len(items) // self.size:(self.rank + 1) * len(items) // self.size]
 
-    def close(self) -> None:
-        if dist.is_initialized():  # ending a vLLM engine has already destroyed it
-            dist.destroy_process_group()
-
 
 # torch 2.13 renamed both and warns at the old names; 2.11 has only those.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -696,7 +692,7 @@ class Health:
         self.gaps = [*self.gaps, gap][:10]  # what is healthy shows in the first ten steps
         self.suspicious = self.suspicious + 1 if gap > max(0.05, 3 * usual) else 0
         if self.suspicious >= 3:
-            raise UserError(f"sampler and trainer differ by {gap:.3f} in a token's log-probability, at first by "
+            raise UserError(f"sampler and trainer differ by {gap:.3f} in log-probability, at first by "
                             f"{usual:.3f}: the engine no longer computes what the policy computes")
 
 
@@ -887,9 +883,9 @@ def main() -> None:
     try:
         c = parse(sys.argv[1:])
         check(c)
-        world = World()
-        train(c, world)
-        world.close()
+        train(c, World())
+        if dist.is_initialized():  # ending a vLLM engine has already destroyed it
+            dist.destroy_process_group()
     except USER_ERRORS as error:
         time.sleep(2 * (rank > 0))  # all ranks see most errors: rank 0 says it, and torchrun ends the others
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -1,9 +1,9 @@
-"""What the tests of the loss and of the optimizer run with one rank in their own process and with several under torchrun:
+"""What the tests of the loss and of the optimizer run on one rank in their own process, and on several:
 
     python -m torch.distributed.run --standalone --nproc_per_node=2 tests/ranks.py CHECKPOINT OUT
 
-Every rank writes what it saw to OUT/rank_N.pt. Here are only inputs and calls; the expectations, worked out by hand or
-by other code, stand in the tests.
+Every rank writes what it saw to OUT/rank_N.pt. Here are only inputs and calls; the expectations, worked out
+by hand or by other code, stand in the tests.
 """
 
 import atexit
@@ -12,6 +12,7 @@ import functools
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,25 +23,26 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
+from data import write_digits_tokenizer
 from minigrpo import Config, Rollout, ShardedAdamW, World, assign_advantages, step_metrics, update
 from model import Policy
 
 NAN, INF, EOS = math.nan, math.inf, 1
 VOCAB, LONGEST, TEMPERATURE = 40, 8, 0.7
-SMALL = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_key_value_heads=1, head_dim=8, eos_token_id=EOS)
-CASES = [(loss_type, scale, (i + j) % 2 == 1)  # mask_truncated_completions changes along both
-         for i, loss_type in enumerate(("grpo", "dapo", "dr_grpo")) for j, scale in enumerate(("group", "batch", "none"))]
+SMALL = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_key_value_heads=1, head_dim=8,
+             eos_token_id=EOS)
+CASES = [(loss_type, scale, (i + j) % 2 == 1)  # the last: mask_truncated_completions
+         for i, loss_type in enumerate(("grpo", "dapo", "dr_grpo"))
+         for j, scale in enumerate(("group", "batch", "none"))]
 BUDGETS = (1, 40, 10**6)  # every sequence alone, a few together, all in one
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Starting several ranks
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Starting several ranks --------------------------------------------------------------------------------
 
 def start(ranks: int, *arguments) -> tuple[subprocess.Popen, object]:
     """A script of this repository on that many ranks under torchrun: (process, what it prints)."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     log = tempfile.TemporaryFile("w+")
     return subprocess.Popen([sys.executable, *launcher, *map(str, arguments)], cwd=ROOT, stdout=log,
                             stderr=subprocess.STDOUT, env={**clean, "OMP_NUM_THREADS": "1"}), log
@@ -74,6 +76,24 @@ def checkpoint():
     return folder.name, write_checkpoint(folder.name, "qwen2-tied", scale=5.0, **SMALL)
 
 
+def write_digits_model(folder) -> None:
+    """Random weights with the tokenizer of the built-in digits task."""
+    from checkpoints import write_checkpoint
+    write_checkpoint(folder, "llama-tied", scale=2.0, **{**SMALL, "vocab_size": 14, "eos_token_id": 12})
+    write_digits_tokenizer(folder)
+
+
+@contextlib.contextmanager
+def signals_kept():
+    """train() takes SIGTERM and SIGINT for itself; afterwards they do what they did."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @functools.cache
 def outcome(size: int) -> list[dict] | AssertionError:
     if size == 1:
@@ -94,22 +114,21 @@ def results(size: int) -> list[dict]:
     return made
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Inputs
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Inputs ------------------------------------------------------------------------------------------------
 
-def rollout(slot=0, prompt=(3, 4), completion=(5, 6, EOS), logps=None, truncated=False, reward=1.0, advantage=0.0):
+def rollout(slot=0, prompt=(3, 4), completion=(5, 6, EOS), logps=None, truncated=False, reward=1.0,
+            advantage=0.0):
     logps = [-3.0] * len(completion) if logps is None else logps
     return Rollout(slot=slot, prompt="", prompt_ids=list(prompt), completion_ids=list(completion),
-                   sampler_logps=list(logps), completion="", truncated=truncated, weight_version=0, reward=reward,
-                   advantage=advantage)
+                   sampler_logps=list(logps), completion="", truncated=truncated, weight_version=0,
+                   reward=reward, advantage=advantage)
 
 
 def ragged_rollouts() -> list[Rollout]:
-    """Seven groups of four with everything that can be odd about one; EOS also stands inside prompts, as padding may."""
+    """Seven groups of four with everything that can be odd about one; EOS stands inside prompts as well."""
     rng = random.Random(5)
-    rewards = [[1, 0, 0, 1], [1, 0, 0, 0], [1, 1, 1, 1], [0.5, None, 1, 0], [None, None, 1, None], [.2, .7, .1, .9],
-               [0, 0, 1, 1]]
+    rewards = [[1, 0, 0, 1], [1, 0, 0, 0], [1, 1, 1, 1], [0.5, None, 1, 0], [None, None, 1, None],
+               [0.2, 0.7, 0.1, 0.9], [0, 0, 1, 1]]
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (3, 3, 1, 9, 2, 5, 14)]
     prompts[1], prompts[3][4], prompts[6][:3] = prompts[0], EOS, [EOS] * 3
     made = []
@@ -128,14 +147,15 @@ def ragged_rollouts() -> list[Rollout]:
 def toy_parameters(dtype) -> torch.nn.Module:
     """Odd shapes, so that no shard ends where a parameter does."""
     g = torch.Generator().manual_seed(3)
-    shapes = [(3, 5), (7,), (1,), (65,), (64, 2), (129,)]
-    return torch.nn.ParameterList([(torch.randn(s, generator=g, dtype=torch.float64) * 0.01).to(dtype) for s in shapes])
+    values = [torch.randn(shape, generator=g, dtype=torch.float64) * 0.01
+              for shape in [(3, 5), (7,), (1,), (65,), (64, 2), (129,)]]
+    return torch.nn.ParameterList([v.to(dtype) for v in values])
 
 
 def toy_gradients(step: int, rank: int, part: int, dtype) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(1000 * step + 10 * rank + part)
-    size = 3.0 ** -step  # the first steps are clipped, the last are not
-    return [(torch.randn(p.shape, generator=g, dtype=torch.float64) * size).to(dtype) for p in toy_parameters(dtype)]
+    values = [torch.randn(p.shape, generator=g, dtype=torch.float64) for p in toy_parameters(dtype)]
+    return [(v * 3.0**-step).to(dtype) for v in values]  # the first steps are clipped, the last are not
 
 
 TOY = Config(max_grad_norm=0.5, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-3)
@@ -143,9 +163,7 @@ TOY_RATES = [1e-2, 2e-2, 3e-2, 1e-2, 5e-3, 1e-3]
 SMALL_RATE = Config(learning_rate=1e-6, max_grad_norm=1e9)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Jobs
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Jobs --------------------------------------------------------------------------------------------------
 
 class Reduced:
     """An optimizer with the gradient that reaches Adam: summed over the ranks, before the step."""
@@ -175,7 +193,8 @@ def gradients(checkpoint, world: World) -> dict:
                 rollouts = ragged_rollouts()
                 assign_advantages(rollouts, c)
                 sums = update(reduced.policy, reduced.optimizer, rollouts, 0.0, c, world)
-                results[f"{loss_type} {scale} {mask} {budget} {dtype}"] = {"grad": reduced.pop(), "sums": sums}
+                case = f"{loss_type} {scale} {mask} {budget} {dtype}"
+                results[case] = {"grad": reduced.pop(), "sums": sums}
     return results
 
 
@@ -208,25 +227,27 @@ def odd_batches(checkpoint, world: World) -> dict:
         results[name] = {"row": row, "changed": changed, "grad": grad, "weights": optimizer.weights.clone()}
 
     run("usual", ragged_rollouts())
-    run("one trains", [rollout(i, completion=range(2, 8), reward=r) for i, r in enumerate([1.0, None, None, None])],
-        [1.0] * 4)
+    run("one trains", [rollout(i, completion=range(2, 8), reward=r)
+                       for i, r in enumerate([1.0, None, None, None])], [1.0] * 4)
     run("equal rewards", [rollout(i, reward=1.0) for i in range(8)])
     run("none rewarded", [rollout(i, reward=None) for i in range(8)])
     run("no finite sampler", [rollout(i, logps=[NAN] * 3, reward=i % 2) for i in range(8)])
     # One rank meets the infinite advantage: the longest goes to rank 0.
-    run("not finite", [rollout(i, reward=i % 2, completion=range(2, 10 - i)) for i in range(4)], [INF, 1.0, 1.0, -1.0])
+    run("not finite", [rollout(i, reward=i % 2, completion=range(2, 10 - i)) for i in range(4)],
+        [INF, 1.0, 1.0, -1.0])
 
     optimizer.begin()
     if world.rank == world.size - 1:
         optimizer.grads[0] = NAN  # reduced into the shard of rank 0 alone
     before = state_of(optimizer)
-    results["nan of the last rank"] = {"norm": optimizer.step(1e-3), "changed": not same(before, state_of(optimizer))}
+    norm = optimizer.step(1e-3)
+    results["nan of the last rank"] = {"norm": norm, "changed": not same(before, state_of(optimizer))}
     run("usual again", ragged_rollouts())
     return results
 
 
 def toy_updates(world: World, c: Config, dtype, rates, fixed=False) -> dict:
-    """A step for each rate, with two backward passes a rank, whose gradients are given; `fixed`: always the same."""
+    """A step for each rate, with two backward passes a rank; their gradients are given, or `fixed`."""
     module = toy_parameters(dtype)
     optimizer, norms = ShardedAdamW(module, c, world), []
     for step, rate in enumerate(rates):
@@ -253,7 +274,7 @@ def all_jobs(folder, world: World) -> dict:
 def main(folder: str, out: str) -> None:
     world = World()
     torch.save(all_jobs(folder, world), Path(out) / f"rank_{world.rank}.pt")
-    world.close()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -131,23 +131,12 @@ def test_real_templates_render_as_in_transformers(make_folder, name):
         assert len(ids) > 20 and messages[-1]["content"].strip() in text
 
 
-def test_template_arguments_reach_the_template(make_folder):
-    folder = make_folder((TEMPLATES / "qwen3.jinja").read_text(), settings=MODEL_TOKENS["qwen3"])
-    text, ids = oracle(folder, CONVERSATIONS[0], enable_thinking=False)
-    assert Tokenizer(folder).render(CONVERSATIONS[0], enable_thinking=False) == text
-    assert text.endswith("<think>\n\n</think>\n\n") and text != Tokenizer(folder).render(CONVERSATIONS[0])
-    assert Tokenizer(folder).encode(CONVERSATIONS[0], enable_thinking=False) == ids
-    llama = make_folder((TEMPLATES / "llama3_2.jinja").read_text(), name="llama")
-    assert "Today Date: 1 Jan" in Tokenizer(llama).render(CONVERSATIONS[0], date_string="1 Jan")
-
-
 EVERY_HELPER = """{%- if tools is not none or documents is not none %}TOOLS{% endif %}
 {{ bos_token }}{{ eos_token }}{{ image_token }}{{ nothing }}
     {% for m in messages %}
         {% if m['content'] == 'skip' %}{% continue %}{% endif %}
         {% if m['content'] == 'stop' %}{% break %}{% endif %}
         {{ m | tojson }}{{ m | tojson(indent=2, sort_keys=true) }}{{ m | tojson(true) }}{{ m.role | upper }}
-        {%- generation %} [{{ m['content'] }}] {% endgeneration %}
     {% endfor %}
 {# a comment #}
 {{ strftime_now('%Y-%m') }} {{ add_generation_prompt }}
@@ -181,16 +170,12 @@ def test_where_the_template_comes_from(make_folder, tmp_path):
     assert Tokenizer(folder, chat_template="tool_use").render([]) == "second"
     (folder / "chat_template.jinja").write_bytes(b"\xef\xbb\xbffile\r\n{{ 1 }}")  # wins over the config
     assert Tokenizer(folder).render([]) == "file\n1"
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "rag.jinja").write_text("rag")
-    assert Tokenizer(folder, chat_template="rag").render([]) == "rag"
-    assert Tokenizer(folder).render([]) == "file\n1"
     override = tmp_path / "mine.jinja"
     override.write_text("mine {{ messages | length }}")
     assert Tokenizer(folder, chat_template=str(override)).render([]) == "mine 0"
-    with pytest.raises(UserError, match=r"--chat_template nope.jinja.*default, rag"):
+    with pytest.raises(UserError, match=r"--chat_template nope.jinja.*has: default, tool_use"):
         Tokenizer(folder, chat_template="nope.jinja")
-    with pytest.raises(UserError, match=r"several chat templates.*--chat_template \(a, b\)"):
+    with pytest.raises(UserError, match=r"--chat_template default: no file, nor.*has: a, b"):
         Tokenizer(make_folder([{"name": n, "template": n} for n in "ab"], name="no_default"))
     with pytest.raises(UserError, match=r"--chat_template default.*has: none"):
         Tokenizer(make_folder(name="bare"), chat_template="default")
@@ -301,6 +286,15 @@ def test_folder_errors(make_folder, tmp_path):
         Tokenizer(make_folder(settings={"eos_token": None}, name="no_eos"))
 
 
+def test_many_prompts_are_encoded_like_one(load, chat):
+    rows = [{"question": f"What is {n} + 1?"} for n in range(2100)]
+    one_by_one = [chat.encode(user(row["question"])) for row in rows]
+    assert [p.token_ids for p in load("data.jsonl", rows).train] == one_by_one
+    rows[1500]["question"] = "half a pair: \ud83d"
+    with pytest.raises(UserError, match="data.jsonl, line 1501: the tokenizer .* cannot encode .*half"):
+        load("data.jsonl", rows)
+
+
 def test_text_that_has_no_tokens(chat):
     with pytest.raises(UserError, match="cannot encode"):
         chat.encode("half a pair: \ud83d")
@@ -385,9 +379,10 @@ REPLY = {"role": "assistant", "content": "yo"}
                  id="trl-json-string"),
     pytest.param({"prompt": '[{"x": 1}] is JSON', "answer": "yes"}, '[{"x": 1}] is JSON', {"answer": "yes"},
                  id="text-that-begins-like-json"),
-    pytest.param({"messages": [*user("hi"), REPLY]}, user("hi"), {"answer": "yo"}, id="messages-with-reply"),
+    pytest.param({"messages": [*user("hi"), REPLY]}, user("hi"), {"answer": None}, id="messages-with-reply"),
     pytest.param({"messages": [*user("hi"), REPLY], "answer": "x"}, user("hi"), {"answer": "x"},
                  id="messages-with-answer"),
+    pytest.param({"prompt": user("hi")[0]}, user("hi"), {"answer": None}, id="one-message"),
     pytest.param({"prompt": [{"role": "user", "content": "hi", "tool_calls": None, "name": "ann"}], "n": 1},
                  [{"role": "user", "content": "hi", "name": "ann"}], {"n": 1, "answer": None},
                  id="null-fields-of-parquet"),
@@ -654,8 +649,6 @@ def test_notes_say_where_things_came_from(load, chat, plain):
     mixed = [{"problem": "p", "answer": "1", "solution": None}, {"problem": "q", "solution": "\\boxed{2}"}]
     assert load("data.jsonl", mixed).notes == [
         "2 prompts from 'problem', gold answers from 'answer' or 'solution'"]
-    talk = [{"messages": [*user("hi"), REPLY]}]
-    assert load("data.jsonl", talk).notes == ["1 prompts from 'messages', gold answers from 'the last reply'"]
     text, hint = load("data.jsonl", [{"prompt": "p"}]).notes
     assert text == "1 prompts from 'prompt', gold answers from nowhere (--answer_column names their column)"
     assert "plain text: no chat template" in hint
