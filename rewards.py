@@ -6,9 +6,8 @@ r"""Verifiable rewards for reinforcement learning, and a safe way to call them. 
 
 A reward function has TRL's signature, f(prompts, completions, completion_ids, **columns) -> list of float or
 None, and gets one whole group (all completions of one prompt) a call. It judges text that a model wrote, and
-sooner or later that makes a regex explode, a number grow without end or a library crash. So functions run in
-worker processes (JSON lines over pipes; nothing is forked or pickled; no GPU, a memory limit) that can be
-killed. What they print is dropped, as generated code may print without end: write to sys.stderr instead.
+sooner or later that makes a regex explode, a number grow without end or a library crash. So it runs in a
+worker process (JSON lines, no pickle, no GPU, a memory limit) that can be killed. Its stdout is dropped.
 
 Left out, and why: a sandbox (workers may read files and use the network; run generated code in a container);
 symbolic algebra (`math` finds x+1 and 1+x different; a file of yours may call math-verify, which the limits
@@ -18,26 +17,24 @@ make safe); reward models (a function may hold one, and workers=0 lets it use th
 import ast
 import copy
 import fcntl
-import inspect
 import json
-import operator
 import os
 import re
 import resource
 import signal
-import subprocess
+import socket
 import sys
-import threading
 import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
-from decimal import Decimal
 from fractions import Fraction
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from math import isfinite
+from subprocess import PIPE, Popen
 from types import SimpleNamespace
+from typing import NamedTuple
 
 MEMORY_LIMIT = 4 << 30  # bytes of private memory that a worker may hold
 LOAD_SECONDS = 120  # for importing a file, which may import torch from a network disk
@@ -47,11 +44,11 @@ class UserError(ValueError):
     """Something the person who started the run can fix: says what, where, and what to do."""
 
 
-# ------------------------------------------------------------------------------------------- built-in rewards
+# ---- Built-in rewards --------------------------------------------------------------------------------------
 
 # A minus is a sign only where no operand stands before it: "x = -5" ends in -5, "20-5" in 5.
-SIGN, DIGITS = r"((?<![\w.)\]}])-)?\\?\$?", r"((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)"
-NUMBER = re.compile(SIGN + DIGITS + r"([eE][-+]?\d{1,3}(?!\d))?", re.ASCII)
+SIGN, POWER = r"(?a)(?:(?<![\w.)\]}])-)?\\?\$?", r"(?:[eE][-+]?\d{1,3}(?!\d))?"
+NUMBER = SIGN + r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)" + POWER
 WORDS = r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
 UNITS = (r"(?:square |cubic )?(?:[ckm]m|kg|units?|degrees?|meters?|inch(?:es)?|feet|miles?|hours?|minutes?|"
          r"seconds?|days?|years?|dollars?|cents?|percent)")
@@ -60,22 +57,19 @@ SPELLINGS = [
     (r"\s+", " "),
     (r"\\\\", ";"),  # rows of a matrix
     (r"\\(?:left|right|displaystyle)(?![a-z])|\\[!,;: ]|\\?[$%]|\^\s*\{?\s*\\circ\s*\}?|°", ""),
-    (r"\{,\}", ","),
-    (r"^\s*\\\{(.*)\\\}[\s.]*$", r"\1"),  # {1, 2}
     (r"^\s*[a-zA-Z]\s*=(?!.*=)", ""),  # x = 5
     (r"(?<=[\w)}])\s*(?:" + WORDS + r"|(?<=\d)\s*" + UNITS + r")(?:\s*\^\s*\{?\d\}?)?[\s.]*$", ""),
     (WORDS, r" \1 "),
     (r"\s(?:and|or)\s", ","),
-    (r"(?<![\d.,])\d{1,3}(?:[, ]\d{3})+(?![\d,/])", lambda number: re.sub("[, ]", "", number[0])),
+    (r"(?<![\d.,])\d{1,3}(?:(?:[, ]|\{,\})\d{3})+(?![\d,/])", lambda number: re.sub(r"\D", "", number[0])),
     (r"\\[dtc]?frac\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})", r" \1\2/\3\4"),
-    (r"\\[dtc]frac", r"\\frac"),
-    (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
-    (r"([\^_])\s*\{(\w)\}", r"\1\2"),
-    (r"\\(?=[a-zA-Z{}])", ""),
-    (r"^\s*[({]([^(){},]*)[)}][\s.]*$", r"\1"),  # (C)
+    (r"(\\sqrt|[\^_])\s*\{(\w)\}", r"\1\2"),
+    (r"\\(?:[dtc](?=frac)|(?=[a-zA-Z{}]))", ""),
+    (r"^\s*(?:\(([^(){},]*)\)|\{([^(){}]*)\})[\s.]*$", r"\1\2"),  # (C), {1, 2}
 ]
-EXACT = re.compile(r"([-+]?)\s*(?:(\d+)\s+(?=\d+\s*/))?(\d+(?:\.\d*)?|\.\d+)(?:\s*/\s*(-?\d+(?:\.\d*)?))?")
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+EXACT = re.compile(r"([-+]?)\s*(?:(\d+)\s+(?=\d+\s*/))?([\d.]+" + POWER + r")(?:\s*/\s*(-?[\d.]+))?")
+OPERATIONS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.USub: Fraction.__neg__,
+              ast.Mult: Fraction.__mul__, ast.Div: Fraction.__truediv__}
 
 
 def _text(completion):
@@ -83,90 +77,73 @@ def _text(completion):
     return text.replace("\u2212", "-")  # the typographic minus
 
 
-def _numbers(text):
-    return [Decimal(sign + digits.replace(",", "") + power) for sign, digits, power in NUMBER.findall(text)]
+def _final(text, unmarked):
+    r"""The part of `text` that states its answer: the last \boxed{}, ####, <answer>, or else `unmarked`."""
+    text = re.sub(r"\\boxed\s*([^\s{$]+)", r"\\boxed{\1}", text.replace(r"\fbox", r"\boxed"))  # \boxed 5
+    _, boxed, rest = text.rpartition(r"\boxed")
+    if boxed:
+        depth = 0
+        for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if brace[0] == "}" and depth == 0:
+                return rest[: brace.start()].partition("{")[2]
+        return ""  # cut off before its brace closed: no answer
+    if "####" in text:
+        return text.rpartition("####")[2].strip().partition("\n")[0]
+    before = text.rpartition("</answer>")[0]
+    return before.rpartition("<answer>")[2] if "<answer>" in before else unmarked
+
+
+def _canonical(text):
+    """A list that is equal for equal answers: exact numbers, other texts, and commas and brackets between."""
+    for pattern, plain in SPELLINGS:
+        text = re.sub(pattern, plain, text)
+    values = []
+    for part in filter(None, re.split(r"\s*([,;()\[\]{}])\s*", text.strip().rstrip(" ."))):
+        value = part.replace(" ", "")
+        value = value.casefold() if value.isalpha() else value
+        if number := EXACT.fullmatch(part):
+            sign, whole, top, bottom = number.groups()
+            with suppress(ZeroDivisionError, ValueError):  # "1.2.3", or more digits than int() takes: text
+                value = int(sign + "1") * (Fraction(whole or 0) + Fraction(top) / Fraction(bottom or 1))
+        values.append(value)
+    ordered = re.search(r"[()\[\]{};]", text)  # a list without brackets is a set: "1, 2" is "2, 1"
+    return values if ordered else sorted(values, key=repr)
 
 
 def gsm8k(completions, answer, **kwargs):
     """1.0 where the last number of the completion is exactly the gold one (1,072 = 1072.0), else 0.0.
 
-    answer: list of str (what follows the last ####, or all of it) or numbers. None for a gold without exactly
-    one number in it.
+    The gold is what follows the last #### of `answer`, or all of it; None where that is not one number.
     """
-    rewards = []
-    for completion, gold in zip(completions, answer):
-        golds = _numbers(_text(str(gold)).rpartition("####")[2])
-        rewards.append(float(_numbers(_text(completion))[-1:] == golds) if len(golds) == 1 else None)
-    return rewards
-
-
-def _final(text):
-    r"""The part of `text` that states its answer: the last \boxed{}, else ####, else <answer>; or None."""
-    if boxes := [*re.finditer(r"\\(?:boxed|fbox)\s*([^\s{$]*)", text)]:
-        if boxes[-1][1]:
-            return boxes[-1][1]  # \boxed 5
-        start, depth = boxes[-1].end(), 0
-        for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if depth == 0:
-                return text[start + 1 : start + brace.start()]
-        return ""  # cut off before its brace closed: no answer
-    if "####" in text:
-        return text.rpartition("####")[2].strip().partition("\n")[0]
-    before = text.rpartition("</answer>")[0]
-    return before.rpartition("<answer>")[2] if "<answer>" in before else None
-
-
-def _exact(text):
-    """The number that `text` is, a mixed one included; or `text` without spaces, a word in small letters."""
-    if number := EXACT.fullmatch(text):
-        sign, whole, top, bottom = number.groups()
-        with suppress(ZeroDivisionError, ValueError):  # ValueError: more digits than int() takes
-            value = Fraction(whole or 0) + Fraction(top) / Fraction(bottom or 1)
-            return -value if sign == "-" else value
-    text = re.sub(r"\s", "", text)
-    return text.casefold() if text.isalpha() else text
-
-
-def _canonical(text):
-    """A list that is equal for equal answers: numbers and texts, and the commas and brackets between them."""
-    for pattern, plain in SPELLINGS:
-        text = re.sub(pattern, plain, text)
-    values = [_exact(part) for part in re.split(r"\s*([,;()\[\]{}])\s*", text.strip().rstrip(" .")) if part]
-    ordered = re.search(r"[()\[\]{};]", text)  # a list without brackets is a set: "1, 2" is "2, 1"
-    return values if ordered else sorted(values, key=repr)
+    found = ["".join(re.findall(NUMBER, _text(completion))[-1:]) for completion in completions]
+    golds = [re.findall(NUMBER, _text(str(gold)).rpartition("####")[2]) for gold in answer]
+    return [float(_canonical(last) == _canonical(gold[0])) if len(gold) == 1 else None
+            for last, gold in zip(found, golds)]
 
 
 def math(completions, answer, **kwargs):
     r"""1.0 where the completion's answer equals the gold one, else 0.0; None for an empty gold.
 
     The answer is the last \boxed{}, else what follows the last ####, else the last <answer>, else the last
-    number or a/b; a gold without these marks is all answer. Numbers are compared exactly once $, %, units,
-    \text, \frac and thousands separators are undone, inside (a, b) too; a bare list in any order; the rest
-    as text.
+    number or a/b; a gold without these marks is all answer. Once $, %, units, \text, \frac and thousands
+    separators are undone, numbers are compared exactly, a bare list in any order, the rest as text.
     """
     rewards = []
     for completion, gold in zip(completions, answer):
         text, gold = _text(completion), "" if gold is None else _text(str(gold))
-        found, marked = _final(text), _final(gold)
-        if found is None:
-            numbers = [*re.finditer(rf"(?:{NUMBER.pattern})(?:/\d+)?", text, re.ASCII)]
-            found = numbers[-1][0] if numbers else ""
-        target = _canonical(gold if marked is None else marked)
-        rewards.append(float(_canonical(found) == target) if target else None)
+        last = "".join(re.findall(NUMBER + r"(?:/\d+)?", text)[-1:])
+        found, target = _canonical(_final(text, last)), _canonical(_final(gold, gold))
+        rewards.append(float(found == target) if target else None)
     return rewards
 
 
-def _arithmetic(node, used):
-    """The exact value of an expression; appends its numbers to `used`. KeyError for other than + - * /."""
+def _arithmetic(node):
+    """The exact value of an expression. KeyError for **, AttributeError for 2(3), which is a call."""
     if isinstance(node, ast.Constant):
-        used.append(node.value)
         return Fraction(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_arithmetic(node.operand, used)
-    if not isinstance(node, ast.BinOp):
-        raise KeyError(type(node))
-    return OPERATIONS[type(node.op)](_arithmetic(node.left, used), _arithmetic(node.right, used))
+    operands = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
+    return OPERATIONS[type(node.op)](*map(_arithmetic, operands))
 
 
 def countdown(completions, nums, target, **kwargs):
@@ -176,17 +153,15 @@ def countdown(completions, nums, target, **kwargs):
     """
     rewards = []
     for completion, numbers, goal in zip(completions, nums, target):
-        goal, given, used = Fraction(goal), Counter(map(int, numbers)), []
-        text = _text(completion).strip()
-        found = _final(text)
-        found = text.rpartition("\n")[2] if found is None else found
-        found = re.sub(r"\\times|\\cdot|×", "*", re.sub(r"\\div|÷", "/", found)).partition("=")[0].strip(" $")
-        rewards.append(0.0)
+        goal, given, reward = Fraction(goal), sorted(map(int, numbers)), 0.0
+        text = re.sub(r"\\times|\\cdot|×", "*", re.sub(r"\\div|÷", "/", _text(completion).strip()))
+        found = _final(text, text.rpartition("\n")[2]).partition("=")[0].strip("$ ")
         # Only these characters, so no 0x10, 1_0 or 1e5; and few of them, because the parser is recursive.
         if re.fullmatch(r"[-+*/()\d ]{1,500}", found, re.ASCII):
-            with suppress(SyntaxError, KeyError, ZeroDivisionError, RecursionError, MemoryError):
-                value = _arithmetic(ast.parse(found, mode="eval").body, used)
-                rewards[-1] = float(value == goal and Counter(used) == given)
+            with suppress(ArithmeticError, AttributeError, KeyError, MemoryError, RuntimeError, SyntaxError):
+                equal = _arithmetic(ast.parse(found, mode="eval").body) == goal
+                reward = float(equal and sorted(map(int, re.findall(r"\d+", found))) == given)
+        rewards.append(reward)
     return rewards
 
 
@@ -203,28 +178,26 @@ def length(completions, answer, completion_ids=None, **kwargs):
     l = 0.5 - (len - min) / (max - min) over the group; l if correct, min(0, l) if not; 0 if max = min (Kimi
     k1.5, arXiv 2501.12599, section 2.3.3). Lengths are in tokens, or in characters without completion_ids.
     """
-    lengths, rewards = [len(item) for item in completion_ids or map(_text, completions)], []
-    spread = max(lengths) - min(lengths)
-    for size, correct in zip(lengths, math(completions, answer)):
-        reward = 0.5 - (size - min(lengths)) / spread if spread else 0.0
-        rewards.append(None if correct is None else reward if correct else min(0.0, reward))
-    return rewards
+    lengths = [len(item) for item in completion_ids or map(_text, completions)]
+    shortest, spread = min(lengths), max(lengths) - min(lengths)
+    scores = [0.5 - (size - shortest) / spread if spread else 0.0 for size in lengths]
+    return [None if right is None else score if right else min(0.0, score)
+            for right, score in zip(math(completions, answer), scores)]
 
 
 BUILTINS = {"gsm8k": gsm8k, "math": math, "countdown": countdown, "format": format, "length": length}
 
-# -------------------------------------------------------------------- calling a function, in a worker or here
+# ---- Calling a function, in a worker or here ---------------------------------------------------------------
 
+@cache
 def _load(spec):
     """(function, its file) for a built-in's name or "path/file.py:function". Raises UserError."""
     if spec in BUILTINS:
         return BUILTINS[spec], __file__
-    path, _, name = spec.rpartition(":")
+    path, _, name = os.path.abspath(spec).rpartition(":")
     if not path.endswith(".py"):
         raise UserError(f"--reward {spec}: not known; give {', '.join(BUILTINS)} or path/file.py:function")
-    path = os.path.abspath(path)
-    # The prefix keeps a user's rewards.py or model.py from replacing a module of the same name.
-    module_name = "reward:" + path
+    module_name = "reward:" + path  # so that a user's model.py replaces no module of the same name
     try:
         if module_name not in sys.modules:
             sys.path.insert(0, os.path.dirname(path))  # the file may import its neighbours
@@ -242,84 +215,67 @@ def _load(spec):
 
 def _where(error, path):
     """The exception in one line, with the last line of the file `path` that it passed through."""
+    said = " ".join(" ".join(traceback.format_exception_only(error)).split())[:500]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    line = f" ({path}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
-    return f"{type(error).__name__}: {error!s:.500}{line}"
+    return said + f" ({path}, line {frames[-1].lineno}: {frames[-1].line})" if frames else said
 
 
-def _keywords(function, request):
-    """What TRL would pass to `function`, less what a function without **kwargs does not name."""
-    texts, prompt = request["completions"], request["prompt"]
-    chat = not isinstance(prompt, str)
-    row = {**request["columns"], "prompts": prompt}
-    given = {
-        # Copies: a function that pops from a list must not change the other rows, or the caller's data.
-        **{name: [copy.deepcopy(value) for _ in texts] for name, value in row.items()},
-        "completions": [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts),
-        "completion_ids": [list(ids) for ids in request["completion_ids"]],
-        "trainer_state": SimpleNamespace(**request["state"]),
+def _evaluate(spec, name, prompt, completions, completion_ids, columns, state):
+    """Calls a function for one group: [reward or None, cause of failure or "", detail] per completion."""
+    function, path = _load(spec)
+    columns, chat, n = {**columns, "prompts": prompt}, not isinstance(prompt, str), len(completions)
+    keywords = {  # copies: a function that pops from a list must not change the other rows
+        **{column: [copy.deepcopy(value) for _ in completions] for column, value in columns.items()},
+        "completions": [[{"role": "assistant", "content": text}] if chat else text for text in completions],
+        "completion_ids": copy.deepcopy(completion_ids),
+        "trainer_state": SimpleNamespace(**state),
         "log_extra": lambda column, values: None,
         "log_metric": lambda name, value: None,
     }
-    named = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
-    return {name: value for name, value in given.items() if takes_all or name in named}
-
-
-def _evaluate(function, path, request):
-    """Calls `function` for one group: [reward or None, cause of failure or None, detail] per completion."""
-    count = len(request["completions"])
     try:
-        values = function(**_keywords(function, request))
-        if inspect.iscoroutine(values):  # TRL takes async functions
+        values = function(**keywords)
+        if hasattr(values, "__await__"):  # TRL takes async functions
             import asyncio  # slow to import, rarely needed
             values = asyncio.run(values)
         values = list(values)
     except (Exception, SystemExit) as error:
-        return [[None, f"exception: {type(error).__name__}", _where(error, path)]] * count
-    if len(values) != count:
-        return [[None, "length", f"it returned {len(values)} values for {count} completions"]] * count
-    return [_outcome(value) for value in values]
+        return [[None, f"exception: {name}: {type(error).__name__}", _where(error, path)]] * n
+    if len(values) != n:
+        return [[None, f"length: {name}", f"it returned {len(values)} values for {n} completions"]] * n
+    return [_outcome(value, name) for value in values]
 
 
-def _outcome(value):
-    if value is None:
-        return [None, None, ""]
+def _outcome(value, name):
     try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError("text is no reward")
-        number = float(value)  # bool, int, numpy scalars and one-element tensors too
+        number = None if value is None else value.__float__()  # not float(value), which takes text
+        cause = "" if number is None or isfinite(number) else f"{abs(number)}: {name}"
     except Exception:  # whatever a type of the user's raises
-        return [None, "type", f"it returned a {type(value).__name__} for a number"]
-    if not isfinite(number):
-        return [None, "nan" if number != number else "inf", f"it returned {number}"]
-    return [number, None, ""]
+        return [None, f"type: {name}", f"it returned a {type(value).__name__} for a number"]
+    return [None if cause else number, cause, f"it returned {number}"]
 
 
-# ------------------------------------------------------------------------------------------- worker processes
+# ---- Worker processes --------------------------------------------------------------------------------------
 
-def _worker(lifeline, memory, *specs):
-    """Loads the functions and says so, then answers each line of stdin with one line."""
-    requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w", buffering=1)
-    null = os.open(os.devnull, os.O_RDWR)
+def _worker(memory):
+    """Answers each line of its socket, a request, with a line of outcomes."""
+    channel = socket.socket(fileno=os.dup(1)).makefile("rw")
+    lifeline, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)  # what a function prints cannot be taken for a reply
     # Nothing is ever written to the lifeline. It closes when the parent dies; the kernel then sends SIGIO,
-    # which ends this process even inside C code (an exploding regex) that never gets to read stdin again.
-    fcntl.fcntl(int(lifeline), fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(int(lifeline), fcntl.F_SETFL, os.O_ASYNC)
-    # Not RLIMIT_AS: libraries like torch map far more address space than they use.
-    resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
+    # which ends this process even inside C code (an exploding regex) that never gets to read again.
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))  # not _AS: torch maps far more
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    functions, error = [], None
-    try:
-        functions = [_load(spec) for spec in specs]
-    except UserError as wrong:
-        error = str(wrong)
-    print(json.dumps({"error": error}), file=replies)
-    for line in requests:
+    for line in channel:
         request = json.loads(line)
-        print(json.dumps(_evaluate(*functions[request["function"]], request)), file=replies)
+        try:
+            _load(request["spec"])
+            outcomes = _evaluate(**request) if "prompt" in request else [[None, "", ""]]
+        except UserError as error:
+            outcomes = [[None, "error", str(error)]]
+        print(json.dumps(outcomes), file=channel, flush=True)
 
 
 class _Worker:
@@ -329,80 +285,57 @@ class _Worker:
         self.specs, self.process = specs, None
 
     def start(self):
-        theirs, self.lifeline = os.pipe()
-        command = [sys.executable, os.path.abspath(__file__), "--worker", str(theirs), str(MEMORY_LIMIT)]
-        self.process = subprocess.Popen(
-            command + self.specs, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[theirs],
-            start_new_session=True,  # one signal then reaches what a function started as well
-            env={"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"})
-        os.close(theirs)
-        reply, died = self.exchange(b"", LOAD_SECONDS)
-        if died:
-            raise UserError(f"--reward {' '.join(self.specs)}: while importing, {died[1]}")
-        if reply["error"]:
-            self.stop()
-            raise UserError(reply["error"])
+        self.channel, theirs = socket.socketpair()
+        command = [sys.executable, os.path.abspath(__file__), "--worker", str(MEMORY_LIMIT)]
+        settings = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"}
+        with theirs:  # in a session of its own, so that one signal reaches what a function started as well
+            self.process = Popen(command, stdin=PIPE, stdout=theirs, env=settings, start_new_session=True)
+        for spec in self.specs:
+            [[_, cause, detail]] = self.call({"spec": spec, "name": spec, "completions": [""]}, LOAD_SECONDS)
+            if cause:
+                self.stop()
+                raise UserError(detail if cause == "error" else f"--reward {spec}: while importing, {detail}")
 
     def call(self, request, limit):
         """What _evaluate returns, also when `limit` seconds pass or the process ends."""
         if not self.process:
             self.start()
-        # default=str: dates and Decimals of a table arrive as text.
-        reply, died = self.exchange(json.dumps(request, default=str).encode() + b"\n", limit)
-        return [[None, *died]] * len(request["completions"]) if died else reply
-
-    def exchange(self, request, limit):
-        """(the worker's next reply, None), or (None, [cause, detail]) when it takes too long or dies."""
-        expired, line = threading.Event(), b""
-        timer = threading.Timer(limit, lambda: (expired.set(), self.kill()))
-        timer.start()
+        name, count, process, reply = request["name"], len(request["completions"]), self.process, b""
         try:
-            self.process.stdin.write(request)
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            pass
-        except BaseException:  # Ctrl-C: the reply, still to come, would answer the next request
-            self.kill()
-            raise
-        finally:
-            timer.cancel()
-            timer.join()
-        if line.endswith(b"\n") and not expired.is_set():
-            return json.loads(line), None
-        code = self.stop()
-        if expired.is_set():
-            return None, ["timeout", f"it took over {limit:g} s"]
-        what = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return None, [f"crash: {what}", f"the process ended with {what}"]
-
-    def kill(self):
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self.channel.settimeout(limit)
+            with suppress(ConnectionError):  # the process ended
+                self.channel.sendall(json.dumps(request, default=str).encode() + b"\n")  # dates become text
+                reply = self.channel.makefile("rb").readline()
+        except TimeoutError:
+            return [[None, f"timeout: {name}", f"it took over {limit:g} s"]] * count
+        finally:  # after Ctrl-C too: a reply still to come would answer the next request
+            if not reply.endswith(b"\n"):
+                self.stop()
+        if self.process:
+            return json.loads(reply)
+        code = process.returncode
+        what = signal.strsignal(-code) if code < 0 else f"exit code {code}"
+        return [[None, f"crash: {name}: {what}", f"the process ended ({what})"]] * count
 
     def stop(self):
-        """Ends the process with all that it started; returns its exit code."""
-        with suppress(BrokenPipeError), self.process as process:
-            self.kill()
-        os.close(self.lifeline)
-        self.process = None
-        return process.returncode
+        """Ends the process with all that it started."""
+        if self.process:
+            with self.process, self.channel, suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process = None
 
 
-# ---------------------------------------------------------------------------------------------- the interface
+# ---- The interface -----------------------------------------------------------------------------------------
 
-@dataclass
-class Group:
+class Group(NamedTuple):
     """The completions of one prompt."""
-
     prompt: str | list[dict]
     completions: list[str]  # functions see them as messages where the prompt is messages
     completion_ids: list[list[int]]
     columns: dict[str, object]  # of the prompt's row
 
 
-@dataclass
-class Scores:
+class Scores(NamedTuple):
     rewards: list[float | None]  # weighted sum for each completion; None = no reward at all
     parts: dict[str, list[float | None]]  # by function, without weights
 
@@ -410,12 +343,10 @@ class Scores:
 class Scorer(AbstractContextManager):
     """Scores groups with one or several reward functions, in worker processes that can be killed.
 
-    specs: built-in names or "path/file.py:function"; weights: one for each, 1.0 by default; timeout: seconds
-    for one function on one group or, where that fails, on one completion; workers: groups scored at a time; 0
-    calls the functions in this process and thread, for those that need its GPU, without a time limit.
-
-    `failures` counts completions left without reward by cause ("exception: f: ZeroDivisionError"); `state` is
-    what functions get as trainer_state. Raises UserError for specs that cannot be used.
+    specs: built-in names or "path/file.py:function"; timeout: seconds for one function on one group or, where
+    that fails, on one completion; workers: groups scored at a time; 0 calls the functions in this process and
+    thread, for those that need its GPU, without a time limit. `failures` counts completions without reward by
+    cause ("exception: f: ZeroDivisionError"); `state` is the trainer_state. Raises UserError for wrong specs.
     """
 
     def __init__(self, specs: list[str], weights: list[float] | None = None, timeout=30.0, workers=1):
@@ -424,93 +355,71 @@ class Scorer(AbstractContextManager):
         self.weights = [1.0] * len(specs) if weights is None else list(weights)
         if len(self.weights) != len(specs) or not all(map(isfinite, self.weights)):
             raise UserError(f"--reward_weights: {weights} must be one finite number for each of {specs}")
-        if not 0 < timeout < threading.TIMEOUT_MAX or workers < 0:
-            raise UserError("--reward_timeout must be over 0 seconds, --reward_workers 0 or more")
+        if not 0 < timeout <= 1e6 or workers < 0:  # sockets count milliseconds in 32 bits
+            raise UserError("--reward_timeout must be above 0, up to 1e6 seconds; --reward_workers 0 or more")
         names = [spec.rpartition(":")[2] for spec in specs]
-        self.names = names if len(set(names)) == len(names) else specs
-        self.specs, self.timeout, self.failures = list(specs), timeout, Counter()
+        self.names = dict(zip(specs, names if len(set(names)) == len(names) else specs))
+        self.timeout, self.failures, self._first = timeout, Counter(), True
         self.state = {"global_step": 0, "max_steps": 0, "epoch": 0.0}
-        self._first = True
-        self._workers = [_Worker(self.specs) for _ in range(workers)]
+        self._workers = [_Worker(self.names) for _ in range(workers)]
         if workers:
             self._workers[0].start()  # finds every mistake in the specs; the others start when needed
-        else:
-            self._functions = [_load(spec) for spec in specs]
+        for spec in () if workers else specs:
+            _load(spec)
 
     def score(self, groups: list[Group]) -> list[Scores]:
-        """The Scores of each Group. A completion that any function failed on has no reward.
-
-        Raises UserError when, in the first call, a function fails on every completion with an exception or
-        with values that are no rewards: then it is the function that is wrong.
+        """The Scores of each Group. A completion that any function failed on has no reward; a function that
+        fails on all of the first call is wrong: UserError.
         """
-        workers = self._workers or [None]
+        workers, results = self._workers or [None], [None] * len(groups)
 
         def share(k):  # fixed, so that a function that keeps state gives the same rewards in every run
-            return [[self._outcomes(workers[k], index, group) for index in range(len(self.specs))]
-                    for group in groups[k::len(workers)]]
+            for i in range(k, len(groups), len(workers)):
+                results[i] = [self._outcomes(workers[k], spec, groups[i]) for spec in self.names]
 
         with ThreadPoolExecutor(len(workers)) as pool:
-            # One worker needs no thread, and workers=0 none: CUDA's current device belongs to this one.
-            run = pool.map if len(workers) > 1 else map
-            shares = list(run(share, range(len(workers))))
-        results = [shares[i % len(workers)][i // len(workers)] for i in range(len(groups))]
-        if self._first and groups:
-            self._first = False
-            self._check(groups, results)
-        return [self._combine(by_function) for by_function in results]
-
-    def _outcomes(self, worker, index, group):
-        """What one function says of a group: what _evaluate returns."""
-        request = {"function": index, "state": self.state, **vars(group)}
-        if worker:
-            outcomes = worker.call(request, self.timeout)
-        else:
-            outcomes = _evaluate(*self._functions[index], request)
-        if len(outcomes) < 2 or not str(outcomes[0][1]).startswith(("timeout", "crash", "exception")):
-            return outcomes
-        # The call failed as a whole; alone, only the completions that made it fail do.
-        pairs = zip(group.completions, group.completion_ids)
-        singles = [replace(group, completions=[text], completion_ids=[ids]) for text, ids in pairs]
-        return [self._outcomes(worker, index, single)[0] for single in singles]
-
-    def _check(self, groups, results):
-        for index, spec in enumerate(self.specs):
-            failures = [(cause, detail) for by_function in results for _, cause, detail in by_function[index]]
-            broken = [str(cause).startswith(("exception", "length", "type")) for cause, _ in failures]
-            if broken and all(broken):
+            run = pool.map if len(workers) > 1 else map  # CUDA's current device belongs to this thread
+            list(run(share, range(len(workers))))
+        for index, spec in enumerate(self.names if self._first else []):
+            failures = [outcome[1:] for by_function in results for outcome in by_function[index]]
+            if failures and all(cause.startswith(("exception", "length", "type")) for cause, _ in failures):
                 raise UserError(
                     f"--reward {spec}: failed on all completions of its first batch: {failures[0][1]}. Given:"
                     f" prompts, completions, completion_ids; columns: {', '.join(groups[0].columns)}")
+        self._first = self._first and not groups
+        return [self._combine(by_function) for by_function in results]
+
+    def _outcomes(self, worker, spec, group):
+        """What one function says of a group; where the whole call failed, of each completion alone."""
+        request = {"spec": spec, "name": self.names[spec], "state": self.state, **group._asdict()}
+        outcomes = worker.call(request, self.timeout) if worker else _evaluate(**request)
+        if len(outcomes) < 2 or not outcomes[0][1].startswith(("timeout", "crash", "exception")):
+            return outcomes
+        singles = [group._replace(completions=[text], completion_ids=[ids])
+                   for text, ids in zip(group.completions, group.completion_ids)]
+        return [self._outcomes(worker, spec, single)[0] for single in singles]
 
     def _combine(self, by_function):
         rewards = []
         for outcomes in zip(*by_function):
-            failed = False
-            for name, (_, cause, detail) in zip(self.names, outcomes):
-                if cause:
-                    failed = True
-                    kind, colon, what = cause.partition(":")
-                    cause = f"{kind}: {name}{colon}{what}"
-                    self.failures[cause] += 1
-                    if self.failures[cause] == 1:
-                        note = f"{detail}. The completion has no reward; more of these are only counted"
-                        print(f"rewards: {cause}: {note}", file=sys.stderr, flush=True)
+            failures = [(cause, detail) for _, cause, detail in outcomes if cause]
+            for cause, detail in failures:
+                self.failures[cause] += 1
+                if self.failures[cause] == 1:
+                    note = f"{detail}. The completion has no reward; more of these are only counted"
+                    print(f"rewards: {cause}: {note}", file=sys.stderr, flush=True)
             terms = [weight * out[0] for weight, out in zip(self.weights, outcomes) if out[0] is not None]
-            rewards.append(sum(terms) if terms and not failed else None)
-        columns = [[value for value, *_ in column] for column in by_function]
-        return Scores(rewards, dict(zip(self.names, columns)))
+            rewards.append(sum(terms) if terms and not failures else None)
+        columns = [[value for value, *_ in outcomes] for outcomes in by_function]
+        return Scores(rewards, dict(zip(self.names.values(), columns)))
 
-    def close(self):
+    def close(self, *_):
         """Ends the workers."""
         for worker in self._workers:
-            if worker.process:
-                worker.stop()
+            worker.stop()
 
-    def __exit__(self, *_):
-        self.close()
+    __exit__ = close
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] != ["--worker"]:
-        sys.exit(__doc__)
-    _worker(*sys.argv[2:])
+    sys.exit(_worker(sys.argv[2]) if sys.argv[1:2] == ["--worker"] else __doc__)

@@ -1,8 +1,8 @@
 """rewards.py: what each built-in reward gives, and that nothing a reward function does can stop a run."""
 
 import ast
+import functools
 import json
-import math as maths
 import os
 import random
 import re
@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
+from datetime import date
 from fractions import Fraction
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def write(tmp_path):
     return write
 
 
-# ---------------------------------------------------------------------------------------------------- built-ins
+# ---- built-ins
 
 GSM8K = [  # completion, gold, reward
     ("It is 72.", "48/2=<<48/2=24>>24\n#### 72", 1),
@@ -241,7 +242,10 @@ def test_length():
 
 
 BUILTIN_CALLS = {
-    "gsm8k": {"answer": "24"}, "math": {"answer": "24"}, "length": {"answer": "24"}, "format": {},
+    "gsm8k": {"answer": "24"},
+    "math": {"answer": "24"},
+    "length": {"answer": "24"},
+    "format": {},
     "countdown": {"nums": [20, 4], "target": 24},
 }
 
@@ -256,7 +260,10 @@ def test_builtins_take_messages_and_never_look_at_the_prompt(name):
 
     texts = ["24", "20+4", "<think>a</think><answer>20 + 4</answer>", "25", ""]
     columns = {key: [value] * 5 for key, value in BUILTIN_CALLS[name].items()}
-    call = lambda completions: rewards.BUILTINS[name](prompts=Untouchable(), completions=completions, **columns)
+
+    def call(completions):
+        return rewards.BUILTINS[name](prompts=Untouchable(), completions=completions, **columns)
+
     assert call([[{"role": "assistant", "content": text}] for text in texts]) == call(texts)
     assert any(call(texts))
 
@@ -274,11 +281,15 @@ def test_a_countdown_row_without_target_is_an_error_of_its_completions():
             one(countdown, "24", nums, target)
 
 
-LONG = 50_000
-ADVERSARIAL = [" " * LONG + "x", "9" * LONG + "x", "1," * LONG, "1 " * LONG, "123,456," * (LONG // 8), "{" * LONG, "}" * LONG,
-               r"\boxed{" * 5000, r"\boxed" * 5000, "<answer>" * 5000, "<think>" * 5000, "(" * LONG, "-" * LONG,
-               "<think>a</think><answer>" * 3000, r"\text{" * 5000, r"\frac{1}" * 5000, "1/" * LONG, "." * LONG,
-               "1" + " " * LONG + "x", "\n" * LONG, "1." * LONG, "^{" * LONG, "#" * LONG, "x=" * LONG, ". " * LONG]
+LONG = 25_000
+ADVERSARIAL = [
+    text * LONG for text in ("1,", "1 ", "1/", "1.", ". ", "{", "}", "(", "-", ".", "#", "^{", "x=", "\n")
+]
+ADVERSARIAL += [
+    text * 5000 for text in (r"\boxed{", r"\boxed", "<answer>", "<think>", r"\text{", r"\frac{1}")
+]
+ADVERSARIAL += [text * 5000 for text in ("123,456,", "<think>a</think><answer>")]
+ADVERSARIAL += [" " * LONG + "x", "9" * LONG + "x", "1" + " " * LONG + "x"]
 
 
 @pytest.mark.parametrize("name", rewards.BUILTINS)
@@ -289,20 +300,27 @@ def test_builtins_take_no_time_on_hostile_text(name):
             start = time.process_time()
             [reward] = rewards.BUILTINS[name](completions=[completion], **columns)
             assert reward == 0.0
-            assert time.process_time() - start < 3, (name, completion[:30])
+            assert time.process_time() - start < 1, (name, completion[:30])
 
 
-# --------------------------------------------------------------------------- against math-verify and reasoning-gym
+# ---- against math-verify and reasoning-gym
 
 
 def spellings(value):
     """Ways in which a language model writes a rational number."""
     sign, n, d = "-" if value < 0 else "", abs(value.numerator), value.denominator
     if d == 1:
-        forms = ["{}", "{}.0", "${}$", r"{}\text{{ cm}}", r"{}\text{{ cm}}^2", r"{}^\circ", "x={}", r"\${}", r"{}\%", "{}."]
-        return [form.format(f"{sign}{n}") for form in forms] + [f"{sign}{n:,}", f"{sign}{n:,}".replace(",", "{,}")]
-    forms = [f"{sign}\\frac{{{n}}}{{{d}}}", f"{sign}\\dfrac{{{n}}}{{{d}}}", f"{sign}{n}/{d}", f"\\frac{{{sign}{n}}}{{{d}}}",
-             f"{sign}{2 * n}/{2 * d}", f"x = {sign}\\frac{{{n}}}{{{d}}}"]
+        forms = r"{}|{}.0|${}$|{}\text{{ cm}}|{}\text{{ cm}}^2|{}^\circ|x={}|\${}|{}\%|{}.".split("|")
+        forms = [form.format(f"{sign}{n}") for form in forms]
+        return [*forms, f"{sign}{n:,}", f"{sign}{n:,}".replace(",", "{,}")]
+    forms = [
+        f"{sign}\\frac{{{n}}}{{{d}}}",
+        f"{sign}\\dfrac{{{n}}}{{{d}}}",
+        f"{sign}{n}/{d}",
+        f"\\frac{{{sign}{n}}}{{{d}}}",
+        f"{sign}{2 * n}/{2 * d}",
+        f"x = {sign}\\frac{{{n}}}{{{d}}}",
+    ]
     if max(n, d) < 10:
         forms.append(f"{sign}\\frac{n}{d}")
     if n > d:
@@ -314,16 +332,34 @@ def spellings(value):
 
 # Answers that are no plain numbers: within a class all are equal, and no two classes are.
 CLASSES = [
-    [r"(1,2)", "(1, 2)", r"\left(1,2\right)", "(1.0, 2)"], [r"(2,1)"], [r"3,4", "4, 3", r"3\text{ and }4", r"\{3,4\}"],
-    [r"(\frac12, 3]", "(0.5,3]", r"\left(\frac{1}{2},3\right]"], [r"\sqrt{2}", r"\sqrt2"],
-    [r"2\sqrt{3}", r"2 \sqrt{3}"], [r"\frac{\sqrt{3}}{2}", r"\dfrac{\sqrt{3}}{2}"], [r"\frac{\sqrt{2}}{3}"],
-    [r"\frac{3\pi}{2}", r"\dfrac{3 \pi}{2}"], ["x^2+2x+1", "x^{2} + 2x + 1"], [r"\text{Tuesday}", "Tuesday"],
-    [r"\text{(C)}", "C", r"\text{C}"], [r"\text{(B)}", "B"], [r"(-\infty, 3)", r"\left(-\infty,3\right)"],
-    [r"(-\infty,2)\cup(3,\infty)", r"(-\infty, 2) \cup (3, \infty)"], ["3+4i", "3 + 4i"], ["y = 2x+7", "2x+7"],
-    [r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"], [r"5\pi"], ["5xy"],
-    ["1+x", "x+1"], [r"\frac{\pi}{2}", r"\pi/2"],
+    answers.split(" ;; ")
+    for answers in r"""
+        (1,2) ;; (1, 2) ;; \left(1,2\right) ;; (1.0, 2)
+        (2,1)
+        3,4 ;; 4, 3 ;; 3\text{ and }4 ;; \{3,4\}
+        (\frac12, 3] ;; (0.5,3] ;; \left(\frac{1}{2},3\right]
+        \sqrt{2} ;; \sqrt2
+        2\sqrt{3} ;; 2 \sqrt{3}
+        \frac{\sqrt{3}}{2} ;; \dfrac{\sqrt{3}}{2}
+        \frac{\sqrt{2}}{3}
+        \frac{3\pi}{2} ;; \dfrac{3 \pi}{2}
+        \frac{\pi}{2} ;; \pi/2
+        x^2+2x+1 ;; x^{2} + 2x + 1
+        1+x ;; x+1
+        y = 2x+7 ;; 2x+7
+        3+4i ;; 3 + 4i
+        5\pi
+        5xy
+        \text{Tuesday} ;; Tuesday
+        \text{(C)} ;; C ;; \text{C}
+        \text{(B)} ;; B
+        (-\infty, 3) ;; \left(-\infty,3\right)
+        (-\infty,2)\cup(3,\infty) ;; (-\infty, 2) \cup (3, \infty)
+        \begin{pmatrix} 1 \\ 2 \end{pmatrix} ;; \begin{pmatrix}1\\2\end{pmatrix}
+        """.strip().splitlines()
 ]
-RULES = {  # (what ours gives, theirs): why
+CLASSES = [[answer.strip() for answer in answers] for answers in CLASSES]
+RULES = {
     "percent": "ours drops the sign; theirs reads 5% as 0.05 too and refuses some",
     "dot": "ours drops a full stop inside the box; theirs then often finds no number",
     "set": "theirs takes (1, 2) for 1, 2; ours keeps pairs and sets apart",
@@ -332,14 +368,14 @@ RULES = {  # (what ours gives, theirs): why
 
 
 def explain(gold, answer, ours, theirs):
-    numbers_only = lambda text: re.sub(r"[^\d,]", "", text)
+    gold_digits, digits = (re.sub(r"[^\d,]", "", text) for text in (gold, answer))
     if (ours, theirs) == (1, 0) and any(re.search(r"\\%", text) for text in (gold, answer)):
         return "percent"
     if (ours, theirs) == (1, 0) and any(re.search(r"\d\.$", text) for text in (gold, answer)):
         return "dot"
     if (ours, theirs) == (0, 1) and "(" in (gold + answer) and gold[0] != answer[0] and "," in gold:
         return "set"
-    if (ours, theirs) == (0, 1) and re.search(r"x|pi", gold) and numbers_only(gold) == numbers_only(answer):
+    if (ours, theirs) == (0, 1) and re.search(r"x|pi", gold) and gold_digits == digits:
         return "algebra"
     return None
 
@@ -349,20 +385,26 @@ def test_math_against_math_verify():
     rng = random.Random(0)
     pairs = []  # gold, answer, whether they are equal
     for _ in range(600):
-        value = Fraction(rng.choice([rng.randint(-20, 20), rng.randint(-9999, 99999)]), rng.choice([1, 1, 1, 2, 3, 4, 5, 8]))
+        value = Fraction(
+            rng.choice([rng.randint(-20, 20), rng.randint(-9999, 99999)]),
+            rng.choice([1, 1, 1, 2, 3, 4, 5, 8]),
+        )
         other = rng.choice([-value, value + 1, value * 10, value / 2])
         gold = rng.choice(spellings(value))
         pairs += [(gold, rng.choice(spellings(value)), True) for _ in range(2)]
         pairs += [(gold, rng.choice(spellings(other)), other == value)]
     for i, some in enumerate(CLASSES):
         for j, others in enumerate(CLASSES):
-            pairs += [(gold, answer, i == j) for gold in some for answer in (others if i == j else others[:2])]
+            pairs += [
+                (gold, answer, i == j) for gold in some for answer in (others if i == j else others[:2])
+            ]
     assert len(pairs) > 3000
-    seen = Counter()
+    seen, parse = Counter(), functools.cache(math_verify.parse)
     for gold, answer, equal in pairs:
         ours = one(math, f"So the answer is \\boxed{{{answer}}}.", gold)
-        parse = math_verify.parse
-        theirs = float(math_verify.verify(parse(f"\\boxed{{{gold}}}"), parse(f"So the answer is \\boxed{{{answer}}}.")))
+        theirs = float(
+            math_verify.verify(parse(f"\\boxed{{{gold}}}"), parse(f"So the answer is \\boxed{{{answer}}}."))
+        )
         rule = None if ours == theirs else explain(gold, answer, ours, theirs)
         assert ours == theirs or rule, (gold, answer, ours, theirs)
         seen[rule] += 1
@@ -375,15 +417,18 @@ def arithmetic_answers(entry, rng):
     """Right and wrong answers to one Countdown puzzle, most of them near the right one."""
     right, numbers = entry["answer"], entry["metadata"]["numbers"]
     shuffled = rng.sample(numbers, len(numbers))
-    yield from [right, f"({right})", f"-({right})", f"0-{right}", f"{right} + 0", f"{right} - 1 + 1", "", "float('inf')"]
-    yield from [right.replace(a, b, 1) for a, b in (("+", "-"), ("-", "+"), ("*", "**"), ("/", "//"), ("+", "- -"))]
-    yield from [right.replace("*", "×"), f"{right} = {entry['metadata']['target']}", str(entry["metadata"]["target"])]
+    yield from [right, f"({right})", f"-({right})", f"0-{right}", f"{right} + 0", f"{right} - 1 + 1"]
+    for a, b in (("+", "-"), ("-", "+"), ("*", "**"), ("/", "//"), ("+", "- -"), ("*", "×")):
+        yield right.replace(a, b, 1)
+    target = str(entry["metadata"]["target"])
+    yield from [f"{right} = {target}", target, "", "float('inf')"]
     yield from [rng.choice("+-*/").join(map(str, shuffled)), "+".join(map(str, numbers[:-1])), right + ".0"]
 
 
 def test_countdown_against_reasoning_gym():
     gym = pytest.importorskip("reasoning_gym")
-    data, rng, seen = gym.create_dataset("countdown", seed=9, size=200, min_numbers=3, max_numbers=5), random.Random(1), Counter()
+    data = gym.create_dataset("countdown", seed=9, size=200, min_numbers=3, max_numbers=5)
+    rng, seen = random.Random(1), Counter()
     for entry in data:
         for answer in arithmetic_answers(entry, rng):
             meta = entry["metadata"]
@@ -401,11 +446,19 @@ def test_countdown_against_reasoning_gym():
 @pytest.mark.parametrize("task", ["chain_sum", "decimal_chain_sum"])
 def test_gsm8k_against_reasoning_gym(task):
     gym = pytest.importorskip("reasoning_gym")
-    data, rng = gym.create_dataset(task, seed=2, size=150), random.Random(2)
+    data = gym.create_dataset(task, seed=2, size=150)
     for entry in data:
         gold = entry["answer"]
         near = str(Fraction(gold) + 1) if task == "chain_sum" else gold + "1"
-        answers = [gold, gold + "0" if "." in gold else gold + ".0", near, "", "none", gold[:-1], f"It is {gold}."]
+        answers = [
+            gold,
+            gold + "0" if "." in gold else gold + ".0",
+            near,
+            "",
+            "none",
+            gold[:-1],
+            f"It is {gold}.",
+        ]
         answers += [] if gold.startswith("-") else ["0" + gold, "+" + gold, "-" + gold, f"{gold} or {near}"]
         for answer in answers:
             ours, theirs = one(gsm8k, answer, gold), float(data.score_answer(answer, entry) == 1.0)
@@ -413,9 +466,9 @@ def test_gsm8k_against_reasoning_gym(task):
                 assert ours == 1.0 and answer.startswith("It is"), (gold, answer)
 
 
-# ------------------------------------------------------------------------------------------------ TRL's functions
+# ---- TRL's functions
 
-TRL = '''
+TRL = """
 import re
 
 def reward_len(completions, **kwargs):
@@ -426,8 +479,10 @@ def correctness(prompts, completions, solution, **kwargs):
     assert all(c[0]["role"] == "assistant" for c in completions) and prompts[0][-1]["role"] == "user"
     return [1.0 if re.search(rf"= {s}$", c) else 0.0 for c, s in zip(contents, solution)]
 
-def everything(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, answer, level, tags, **kwargs):
-    assert len(prompts) == len(completions) == len(completion_ids) == len(answer) == len(level) == len(tags) == 2
+def everything(
+    prompts, completions, completion_ids, trainer_state, log_extra, log_metric, answer, level, tags, **kwargs
+):
+    assert all(len(column) == 2 for column in (prompts, completions, completion_ids, answer, level, tags))
     assert kwargs == {"nothing": [None, None]}, kwargs
     assert level == [3, 3] and tags == [["a", "b"]] * 2
     log_extra("golden", list(answer))
@@ -453,7 +508,7 @@ def only_math(completions, kind, **kwargs):
 
 def greedy(tags, **kwargs):
     return [float(t.pop() == "b") for t in tags]
-'''
+"""
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -472,7 +527,8 @@ def test_functions_written_for_trl(write, workers):
     assert score("everything", group("a", "b", **row), global_step=7) == [8, 9]
     assert score("slow", group("a", "b")) == [0.25, 0.25]
     assert score("instance", group("a", "b")) == [0.5, 0.5]
-    assert score("no_kwargs", group("a", "b", answer="a", more=1)) == [1, 0]
+    with pytest.raises(UserError, match="no_kwargs.*unexpected keyword argument.*columns: answer"):
+        score("no_kwargs", group("a", "b", answer="a"))  # as under TRL
     assert score("only_math", group("a", "b", kind="math")) == [1, 1]
     assert score("only_math", group("a", "b", kind="code")) == [None, None]
     tags = ["a", "b"]
@@ -490,9 +546,9 @@ def test_a_function_gets_one_whole_group_a_call(write):
     assert [s.rewards for s in scored] == [[3, 3, 3], [1]]
 
 
-# ------------------------------------------------------------------------------------------------ several functions
+# ---- several functions
 
-PARTS = '''
+PARTS = """
 def one(completions, **kwargs):
     return [1.0 if "one" in c else None for c in completions]
 
@@ -501,7 +557,7 @@ def two(completions, **kwargs):
 
 def bad(completions, **kwargs):
     return [1 / 0 if "raise" in c else float("nan") if "nan" in c else 1.0 for c in completions]
-'''
+"""
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -522,14 +578,16 @@ def test_weights_none_and_failures(write, workers):
 
 
 def test_names(write):
-    first, second = write("def f(completions, **kw): return [1] * len(completions)"), write(
-        "def f(completions, **kw): return [2] * len(completions)", "other.py")
+    first, second = (
+        write("def f(completions, **kw): return [1] * len(completions)"),
+        write("def f(completions, **kw): return [2] * len(completions)", "other.py"),
+    )
     with Scorer([f"{first}:f", f"{second}:f", "format"]) as scorer:
         [scores] = scorer.score([group("a")])
     assert scores.parts == {f"{first}:f": [1], f"{second}:f": [2], "format": [0]}
 
 
-VALUES = '''
+VALUES = """
 from decimal import Decimal
 
 class Scalar:  # what numpy scalars and tensors have in common
@@ -553,7 +611,7 @@ def short(completions, **kw): return [1.0]
 def nothing(completions, **kw): pass
 def number(completions, **kw): return 1.0
 def text(completions, **kw): return ["1"] * len(completions)
-'''
+"""
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -572,20 +630,29 @@ def test_values(write, workers, capfd):
     assert values == [[None] * 6 + [1]]
     assert failures == {"nan: odd": 1, "inf: odd": 2, "type: odd": 3}
     assert [line.split(". ")[0] for line in said.splitlines()] == [
-        "rewards: nan: odd: it returned nan", "rewards: inf: odd: it returned inf",
-        "rewards: type: odd: it returned a str for a number"]  # each cause once
+        "rewards: nan: odd: it returned nan",
+        "rewards: inf: odd: it returned inf",
+        "rewards: type: odd: it returned a str for a number",
+    ]  # each cause once
     values, failures, said = score("sometimes", group("a", "b"), group("short", "b"), group("c"))
     assert values == [[1, 1], [None, None], [1]]
-    assert failures == {"length: sometimes": 2} and "sometimes: it returned 1 values for 2 completions" in said
+    assert (
+        failures == {"length: sometimes": 2} and "sometimes: it returned 1 values for 2 completions" in said
+    )
     # Wrong on every completion of the first call: the function is wrong.
-    for name, why in [("short", "1 values for 7"), ("nothing", "NoneType"), ("number", "float"), ("text", "a str")]:
+    for name, why in [
+        ("short", "1 values for 7"),
+        ("nothing", "NoneType"),
+        ("number", "float"),
+        ("text", "a str"),
+    ]:
         with pytest.raises(UserError, match=f"{name}: failed on all completions.*{why}"):
             score(name, seven)
 
 
 def test_numpy_and_torch_values(write):
     pytest.importorskip("torch")
-    numpy = pytest.importorskip("numpy")
+    pytest.importorskip("numpy")
     path = write("""
         import numpy, torch
         def array(completions, **kw): return numpy.arange(len(completions), dtype=numpy.float32)
@@ -597,9 +664,9 @@ def test_numpy_and_torch_values(write):
     assert scores.parts == {"array": [0, 1, 2], "tensor": [0, 1, 2], "scalars": [1.5, 1, 2]}
 
 
-# ---------------------------------------------------------------------------------------------- hostile functions
+# ---- hostile functions
 
-HOSTILE = r'''
+HOSTILE = r"""
 import ctypes, os, re, subprocess, sys, time
 
 def act(text):
@@ -626,7 +693,8 @@ def act(text):
         while True: kept.append(bytearray(10 ** 7))
     if text == "huge": return float(len([0] * 10 ** 12))
     if text == "kill": os.kill(os.getpid(), 9)
-    if text == "raise": raise KeyError("no such key")
+    if text == "signal": os.kill(os.getpid(), 40)
+    if text == "raise": raise KeyError("no such\\nkey")
     if text == "silent": raise Unspeakable()
     return 1.0
 
@@ -637,24 +705,37 @@ def act2(text): return act2(text)
 
 def f(completions, **kwargs):
     return [act(text) for text in completions]
-'''
+"""
 CAUSES = {
-    "loop": "timeout: f", "sleep": "timeout: f", "regex": "timeout: f", "power": "timeout: f",
-    "print": None, "input": None, "exit": "crash: f: exit code 3", "sys.exit": "exception: f: SystemExit",
-    "crash": "crash: f: SIGSEGV", "recursion": "exception: f: RecursionError", "memory": "exception: f: MemoryError",
-    "huge": "exception: f: MemoryError", "kill": "crash: f: SIGKILL", "raise": "exception: f: KeyError",
+    "loop": "timeout: f",
+    "sleep": "timeout: f",
+    "regex": "timeout: f",
+    "power": "timeout: f",
+    "print": None,
+    "input": None,
+    "exit": "crash: f: exit code 3",
+    "sys.exit": "exception: f: SystemExit",
+    "crash": "crash: f: Segmentation fault",
+    "recursion": "exception: f: RecursionError",
+    "memory": "exception: f: MemoryError",
+    "huge": "exception: f: MemoryError",
+    "kill": "crash: f: Killed",
+    "signal": f"crash: f: {signal.strsignal(40)}",
+    "raise": "exception: f: KeyError",
+    "silent": "exception: f: Unspeakable",
 }
 
 
 @pytest.mark.parametrize("deed", CAUSES)
 def test_hostile_functions_cost_only_the_culprit(write, deed, monkeypatch, capfd):
     monkeypatch.setattr(rewards, "MEMORY_LIMIT", 300 << 20)
-    with Scorer([f"{write(HOSTILE)}:f"], timeout=0.7 if CAUSES[deed] == "timeout: f" else 10) as scorer:
+    with Scorer([f"{write(HOSTILE)}:f"], timeout=0.5 if CAUSES[deed] == "timeout: f" else 10) as scorer:
         before, first, second = scorer.score([group("a"), group("b", deed, "c"), group("d", "e")])
     culprit = 1 if CAUSES[deed] is None else None
     assert [before.rewards, first.rewards, second.rewards] == [[1], [1, culprit, 1], [1, 1]]
     assert scorer.failures == ({} if CAUSES[deed] is None else {CAUSES[deed]: 1})
-    assert len(capfd.readouterr().err) < 2000  # a warning, and not what the function printed
+    said = capfd.readouterr().err  # one warning, and not what the function printed
+    assert said.count("\n") == len(scorer.failures) and len(said) < 1000
 
 
 def test_the_c_stack(write):
@@ -669,7 +750,11 @@ def test_several_culprits_and_a_group_of_one(write):
     with Scorer([f"{write(HOSTILE)}:f"], timeout=5) as scorer:
         scored = scorer.score([group("exit", "a", "raise", "crash"), group("exit"), group("a")])
         assert [s.rewards for s in scored] == [[None, 1, None, None], [None], [1]]
-        assert scorer.failures == {"crash: f: exit code 3": 2, "exception: f: KeyError": 1, "crash: f: SIGSEGV": 1}
+        assert scorer.failures == {
+            "crash: f: exit code 3": 2,
+            "exception: f: KeyError": 1,
+            "crash: f: Segmentation fault": 1,
+        }
         scorer.score([group("exit")])
         assert scorer.failures["crash: f: exit code 3"] == 3  # counted since the beginning
 
@@ -678,7 +763,7 @@ def test_a_slow_group_of_fast_completions_is_scored(write):
     path = write("""
         import time
         def f(completions, **kwargs):
-            time.sleep(0.3 * len(completions))
+            time.sleep(0.25 * len(completions))
             return [1.0] * len(completions)
         """)
     with Scorer([f"{path}:f"], timeout=0.6) as scorer:
@@ -712,9 +797,9 @@ def gone(pid, seconds=5):
     return False
 
 
-# ------------------------------------------------------------------------------------------------------- workers
+# ---- workers
 
-PROBE = '''
+PROBE = """
 import os, resource, sys, time
 
 def pid(completions, **kwargs): return [os.getpid()] * len(completions)
@@ -722,10 +807,11 @@ def torch(completions, **kwargs): return ["torch" in sys.modules] * len(completi
 def gpu(completions, **kwargs): return [os.environ["CUDA_VISIBLE_DEVICES"] == ""] * len(completions)
 def memory(completions, **kwargs): return [resource.getrlimit(resource.RLIMIT_DATA)[0]] * len(completions)
 def nap(completions, **kwargs):
+    start = time.time()
     time.sleep(0.6)
-    return [os.getpid()] * len(completions)
+    return [start] * len(completions)
 def crash(completions, **kwargs): return [os.getpid() if "a" in c else os._exit(1) for c in completions]
-'''
+"""
 
 
 def score_first(scorer, *groups):
@@ -761,16 +847,16 @@ def test_calls_are_cheap():
         scorer.score(groups)
         start = time.perf_counter()
         scorer.score(groups)
-    assert time.perf_counter() - start < 1.0  # 100 calls
+    assert time.perf_counter() - start < 3.0  # 100 calls; as many starts would take longer
 
 
 def test_workers_score_groups_at_the_same_time(write):
-    with Scorer([f"{write(PROBE)}:nap"], workers=2) as scorer:
+    path = write(PROBE)
+    with Scorer([f"{path}:nap", f"{path}:pid"], workers=2) as scorer:
         scorer.score([group("a"), group("b")])  # starts the second
-        start = time.perf_counter()
-        pids = score_first(scorer, group("a"), group("b"))
-        assert time.perf_counter() - start < 1.1 and len(set(pids)) == 2
-        assert score_first(scorer, group("a"), group("b"), group("c")) == [*pids, pids[0]]  # the same shares each time
+        one, two, three = [scores.parts for scores in scorer.score([group("a"), group("b"), group("c")])]
+    assert abs(one["nap"][0] - two["nap"][0]) < 0.6 < three["nap"][0] - one["nap"][0]
+    assert one["pid"] == three["pid"] != two["pid"]  # the same shares each time
 
 
 def test_order_with_several_workers(write):
@@ -790,8 +876,10 @@ def test_workers_0_scores_here(write):
 
 
 def test_the_users_file_is_not_imported_here(write, tmp_path):
-    path = write(f"import os, json\njson.dump(os.getpid(), open({str(tmp_path / 'who')!r}, 'w'))\n"
-                 "def f(completions, **kw): return [0.0]")
+    path = write(
+        f"import os, json\njson.dump(os.getpid(), open({str(tmp_path / 'who')!r}, 'w'))\n"
+        "def f(completions, **kw): return [0.0]"
+    )
     with Scorer([f"{path}:f"]):
         assert json.loads((tmp_path / "who").read_text()) != os.getpid()
 
@@ -814,7 +902,9 @@ def test_workers_end_when_the_parent_is_killed(write, deed):
         scorer.score([Group("q", [{deed!r}], [[1]], {{}})])
         input()
         """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     worker = int(parent.stdout.readline())
     time.sleep(0.3)
     assert not gone(worker, 0.05)
@@ -833,18 +923,21 @@ def test_ctrl_c_leaves_the_scorer_usable(write):
                 scorer.score([group("loop")])
         finally:
             signal.signal(signal.SIGALRM, old)
+        start = time.perf_counter()
         assert scorer.score([group("a", "b")])[0].rewards == [1, 1]
+        assert time.perf_counter() - start < 15  # the loop was ended and not waited for
 
 
 def test_columns_that_json_does_not_know(write):
-    from datetime import date
-
-    path = write("def f(completions, day, tags, **kw): return [float(day == ['2024-01-02'] and tags == [{'a': 'é\\ud800'}])]")
+    path = write("""
+        def f(completions, day, tags, **kwargs):
+            return [float(day == ["2024-01-02"] and tags == [{"a": "é\\ud800"}])]
+        """)
     with Scorer([f"{path}:f"]) as scorer:
         assert score_first(scorer, group("a", day=date(2024, 1, 2), tags={"a": "é\ud800"})) == [1]
 
 
-# ------------------------------------------------------------------------------------------------ mistakes of people
+# ---- mistakes of people
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -854,13 +947,19 @@ def test_mistakes_in_specs_are_told_at_once(write, tmp_path, workers):
     syntax = write("def f(:\n  pass\n", "syntax.py")
     leaves = write("import sys\nsys.exit(4)\n", "leaves.py")
     for specs, said in [
-        (["gsm9k"], r"--reward gsm9k: not known; give gsm8k, math, countdown, format, length or path/file.py:function"),
+        (
+            ["gsm9k"],
+            "--reward gsm9k: not known; give gsm8k, math, countdown, format, length or path/file",
+        ),
         ([good], "not known"),
         ([f"{tmp_path}/none.py:f"], "none.py:f.*No such file"),
         ([f"{good}:g"], r"mine.py has no function 'g'"),
         ([f"{good}:value"], "no function 'value'"),
-        ([f"{broken}:f"], r"ModuleNotFoundError: No module named 'nowhere' \(.*broken.py, line 3: from nowhere"),
-        ([f"{syntax}:f"], r"SyntaxError: .*syntax.py, line 1"),
+        (
+            [f"{broken}:f"],
+            r"ModuleNotFoundError: No module named 'nowhere' \(.*broken.py, line 3: from nowhere",
+        ),
+        ([f"{syntax}:f"], r'syntax.py", line 1.*SyntaxError'),
         ([f"{leaves}:f"], r"SystemExit: 4 \(.*leaves.py, line 2"),
         ([], "at least one function"),
         (["gsm8k", "gsm8k"], "none twice"),
@@ -877,7 +976,7 @@ def test_mistakes_in_specs_are_told_at_once(write, tmp_path, workers):
 
 def test_an_import_that_crashes_or_hangs(write, monkeypatch):
     crash, hang = write("import os\nos._exit(5)"), write("while True: pass", "hang.py")
-    with pytest.raises(UserError, match="while importing, the process ended with exit code 5"):
+    with pytest.raises(UserError, match="while importing, the process ended \\(exit code 5\\)"):
         Scorer([f"{crash}:f"])
     monkeypatch.setattr(rewards, "LOAD_SECONDS", 0.5)
     with pytest.raises(UserError, match="while importing, it took over 0.5 s"):
@@ -899,7 +998,9 @@ def test_a_function_that_is_simply_broken(write, workers):
         """)
     with Scorer([f"{path}:f"], workers=workers) as scorer:
         scorer.score([])
-        with pytest.raises(UserError, match=r"mine.py:f: .*AttributeError: 'str'.*mine.py, line 4: return \[c.missing"):
+        with pytest.raises(
+            UserError, match=r"mine.py:f: .*AttributeError: 'str'.*mine.py, line 4: return \[c.missing"
+        ):
             scorer.score([group("a", "b"), group("c")])
     with Scorer(["format", f"{path}:g"], workers=workers) as scorer:
         with pytest.raises(UserError, match=r"mine.py:g: .*'solution'.*columns: question, answer"):
@@ -915,7 +1016,9 @@ def test_a_function_that_is_simply_broken(write, workers):
 
 def test_a_file_may_import_its_neighbours_and_be_called_like_a_module(write):
     write("bonus = 2.0", "model.py")
-    path = write("import model\ndef f(completions, **kw): return [model.bonus] * len(completions)", "rewards.py")
+    path = write(
+        "import model\ndef f(completions, **kw): return [model.bonus] * len(completions)", "rewards.py"
+    )
     for workers in (0, 1):
         with Scorer([f"{path}:f", "format"], workers=workers) as scorer:
             assert scorer.score([group("a")])[0].rewards == [2.0]
@@ -923,7 +1026,7 @@ def test_a_file_may_import_its_neighbours_and_be_called_like_a_module(write):
     sys.modules.pop("model", None)
 
 
-# ------------------------------------------------------------------------------------------------------ the module
+# ---- the module
 
 
 def test_copied_alone_it_works(tmp_path):
@@ -935,7 +1038,9 @@ def test_copied_alone_it_works(tmp_path):
             print(scorer.score([group])[0].rewards)
         """
     (tmp_path / "use.py").write_text(textwrap.dedent(code))
-    done = subprocess.run([sys.executable, "use.py"], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "use.py"], cwd=tmp_path, capture_output=True, text=True, timeout=30
+    )
     assert (done.stdout, done.stderr) == ("[1.0, 0.0]\n", "")
 
 
@@ -945,7 +1050,9 @@ def test_standard_library_only_and_no_side_effects(tmp_path):
         names |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
         names |= {node.module} if isinstance(node, ast.ImportFrom) else set()
     assert {name.partition(".")[0] for name in names} <= set(sys.stdlib_module_names)
-    done = subprocess.run([sys.executable, "-c", "import rewards"], cwd=MODULE.parent, capture_output=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", "import rewards"], cwd=MODULE.parent, capture_output=True, timeout=30
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     alone = subprocess.run([sys.executable, MODULE], capture_output=True, text=True, timeout=30)
     assert alone.returncode == 1 and "with Scorer([" in alone.stderr  # run by itself it says how it is used
