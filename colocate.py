@@ -41,11 +41,10 @@ class ColocatedEngine:
     """One vLLM engine of this rank.
 
     folder: a Hugging Face checkpoint; its config and its tensors' names and shapes are read, not its weights.
-    dtype: of the pushed weights, torch.bfloat16 or torch.float32. max_model_len: prompt + completion, in
-    tokens.
-    max_num_seqs: completions generated at once. gpu_memory_utilization: share of the whole card that the
-    awake engine may use (weights, activations, KV cache). enforce_eager: no CUDA graphs, slower, starts
-    sooner.
+    dtype: of the pushed weights, torch.bfloat16 or torch.float32.
+    max_model_len: prompt + completion, in tokens. max_num_seqs: completions generated at once.
+    gpu_memory_utilization: share of the whole card that the awake engine may use (weights, activations, KV
+    cache). enforce_eager: no CUDA graphs; slower, starts sooner.
 
     Raises UserError for what can be fixed before an engine starts: vLLM missing or of an untried version,
     torchrun's variables missing, `expandable_segments`, too little free memory.
@@ -84,8 +83,7 @@ class ColocatedEngine:
 
         named_weights: each parameter of the checkpoint exactly once, in the engine's dtype, on its device.
         version: kept as `weight_version`, so that a sample can say which update's weights it came from.
-        Raises ValueError naming the tensor that is missing, unknown, doubled or misshapen before one is
-        written.
+        Raises ValueError naming a missing, unknown, doubled or misshapen tensor before any is written.
         """
         pairs = [(name, tensor.detach()) for name, tensor in named_weights]
         check_push(pairs, self.expected, self.tied)
@@ -126,8 +124,7 @@ class ColocatedEngine:
             n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=eos_token_ids,
             top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
             frequency_penalty=0.0, min_tokens=0, ignore_eos=False, logprobs=0, flat_logprobs=True,
-            detokenize=False)
-            for seed in seeds]
+            detokenize=False) for seed in seeds]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(inputs, parameters, use_tqdm=False) if inputs else []
         return [[sampled(completion) for completion in output.outputs] for output in outputs]
@@ -317,8 +314,8 @@ def prove(args) -> None:
         engine.sleep()
         parts = [f"{name} {engine.times[name] * 1e3:.0f}" for name in ("wake", "push", "kv", "sleep")]
         line = f"round {turn}  {'  '.join(parts)} ms  gap mean {gap.mean():.1e} max {gap.max():.1e}"
-        memory = f"  memory before {before:.1f}, asleep {asleep:.1f}, awake {awake:.1f} GiB  checksum equal"
-        say(line + memory if cuda else line)
+        memory = f"  memory before {before:.1f}, asleep {asleep:.1f}, awake {awake:.1f} GiB"
+        say(f"{line}{memory}  checksum {engine.checksums[0]} on both sides" if cuda else line)
         with torch.no_grad():
             for p in policy.parameters():
                 p.mul_(1 + 0.01 * torch.randn_like(p))

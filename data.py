@@ -178,7 +178,7 @@ class PromptSet:
     train: list[Prompt]
     held_out: list[Prompt]  # filled by the built-in tasks; empty for files
     notes: list[str]  # lines for the console
-    fingerprint: str  # sha256 over what was read: tells at resume that the data changed
+    fingerprint: str  # sha256 over prompts as encoded, and columns: tells at resume that the data changed
 
 
 def load_prompts(source: str, tokenizer: Tokenizer, *, max_prompt_length: int,
@@ -190,7 +190,7 @@ def load_prompts(source: str, tokenizer: Tokenizer, *, max_prompt_length: int,
     system message of their own; plain text then becomes messages. prompt_column, answer_column: instead of
     those recognised; "a.b" is field b of the objects in column a. Raises UserError with file and line.
     """
-    rows, fingerprint = _built_in_rows(source) if source in BUILT_IN else _read_rows(Path(source))
+    rows = _built_in_rows(source) if source in BUILT_IN else _read_rows(Path(source))
     prompt_column = _choose_column(source, rows, prompt_column, answer_column)
     answer_columns = (answer_column,) if answer_column else ANSWER_COLUMNS
     # Every row gets every column, as in a table: a reward function may name any of them as a parameter.
@@ -224,11 +224,14 @@ def load_prompts(source: str, tokenizer: Tokenizer, *, max_prompt_length: int,
         notes.append(f"{dropped} prompts longer than {max_prompt_length} tokens dropped")
     if tokenizer.has_chat_template and isinstance(prompts[0].prompt, str):
         notes.append("prompts are plain text: no chat template (messages or --system_prompt would use it)")
+    # Of the prompts as encoded: some chat templates print the date, and the same file then reads differently.
+    everything = json.dumps([[p.token_ids, p.columns] for p in prompts], default=str)
+    fingerprint = hashlib.sha256(everything.encode()).hexdigest()
     held_out = BUILT_IN.get(source, 0)  # of "digits" all: it is evaluated on what it is trained on
     return PromptSet(prompts[held_out:] or prompts, prompts[:held_out], notes, fingerprint)
 
 
-def _built_in_rows(task: str) -> tuple[list[tuple[str, dict]], str]:
+def _built_in_rows(task: str) -> list[tuple[str, dict]]:
     if task == "digits":
         table = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
     else:
@@ -236,8 +239,7 @@ def _built_in_rows(task: str) -> tuple[list[tuple[str, dict]], str]:
         random.Random(0).shuffle(pairs)
         table = [{"question": f"What is {a} + {b}? Answer with just the number.", "answer": str(a + b)}
                  for a, b in pairs]
-    rows = [(f"prompt {n}", row) for n, row in enumerate(table, start=1)]
-    return rows, hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    return [(f"prompt {n}", row) for n, row in enumerate(table, start=1)]
 
 
 def _choose_column(source: str, rows: list, prompt_column, answer_column) -> str:
@@ -324,7 +326,7 @@ def _notes(prompts: list[Prompt], golds: list, prompt_column: str) -> list[str]:
 
 # ---- Reading files -----------------------------------------------------------------------------------------
 
-def _read_rows(path: Path) -> tuple[list[tuple[str, dict]], str]:
+def _read_rows(path: Path) -> list[tuple[str, dict]]:
     """([("line 1", row), …], sha256 of the file)."""
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES or not path.is_file():
@@ -343,7 +345,7 @@ def _read_rows(path: Path) -> tuple[list[tuple[str, dict]], str]:
     for where, row in rows:
         if not isinstance(row, dict):
             raise UserError(f"{path}, {where}: a row must be an object {{…}}, not {json.dumps(row)[:60]}")
-    return rows, hashlib.sha256(path.read_bytes()).hexdigest()
+    return rows
 
 
 def _read_csv(path: Path) -> list[tuple[str, dict]]:

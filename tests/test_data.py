@@ -345,6 +345,7 @@ def test_sums_task(chat):
     assert with_system.train[0].prompt == [{"role": "system", "content": "Be brief."}, *expected[512][0]]
     assert prompts.fingerprint == load_prompts("sums", chat, max_prompt_length=100).fingerprint
     assert prompts.fingerprint != load_prompts("digits", chat, max_prompt_length=100).fingerprint
+    assert prompts.fingerprint != with_system.fingerprint  # what the template makes of a row counts too
     with pytest.raises(UserError, match=r"sums: --answer_column 'gold' is not there.*answer, question\)"):
         load_prompts("sums", chat, max_prompt_length=128, answer_column="gold")
     # A limit that only some prompts pass would change the split: with "10" as one token, 90 + 89 are shorter.
@@ -472,8 +473,9 @@ def test_formats(load, name, content):
     assert [(p.prompt, p.columns) for p in loaded.train] == [
         (user(row["question"]), {"answer": row["answer"]}) for row in ROWS]
     assert loaded.held_out == []
-    raw = content.encode()
-    assert loaded.fingerprint == hashlib.sha256(raw).hexdigest() != load(name, raw + b"\n").fingerprint
+    assert loaded.fingerprint == load("b_" + name, content).fingerprint
+    other = content.replace(ROWS[-1]["answer"], "#### 17")
+    assert other != content and loaded.fingerprint != load("c_" + name, other).fingerprint
 
 
 def test_csv_values_are_text_and_countdown_becomes_numbers(load, tmp_path):
