@@ -141,15 +141,19 @@ def check(c: Config) -> None:
         if getattr(c, name) < least:
             use = f"{least} or more" if least < 2 else "8 or more: completions of a prompt are compared"
             raise UserError(f"--{name} {getattr(c, name)}: use {use}")
-    if c.temperature <= 0:
+    if not 0 < c.temperature < math.inf:
         raise UserError(f"--temperature {c.temperature}: use 0.7 to 1.0; at 0 all completions are alike")
     for name in ("learning_rate", "epsilon", "max_grad_norm", "reward_timeout",
                  "vllm_importance_sampling_clip_max"):
-        if not getattr(c, name) > 0:
+        if not 0 < getattr(c, name) < math.inf:
             raise UserError(f"--{name} {getattr(c, name)}: use a value above 0, e.g. {Config.__dict__[name]}")
+    for name in ("epsilon_high", "min_lr_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"):
+        value, top = getattr(c, name), 1 if "beta" in name or name == "min_lr_rate" else math.inf
+        if not 0 <= value < top:
+            raise UserError(f"--{name} {value}: use 0 or more, under {top}, e.g. {Config.__dict__[name]}")
     if not 0 < c.vllm_gpu_memory_utilization < 1:
         raise UserError(f"--vllm_gpu_memory_utilization {c.vllm_gpu_memory_utilization}: use 0.1 to 0.9")
-    if c.max_steps == 0 or c.max_steps < -1 or (c.max_steps == -1 and c.num_train_epochs <= 0):
+    if c.max_steps == 0 or c.max_steps < -1 or (c.max_steps == -1 and not 0 < c.num_train_epochs < 1e6):
         raise UserError("nothing to train: use --max_steps 1 or more, or --num_train_epochs above 0")
     if c.colocate and "RANK" not in os.environ:
         raise UserError(f"--colocate runs under torchrun: torchrun --nproc_per_node=1 {' '.join(sys.argv)}")
@@ -206,6 +210,7 @@ def policy_loss(logp, old_logp, sampler_logp, advantage, weight, *, epsilon: flo
     """
     trained = weight > 0
     ratio = torch.where(trained, logp - old_logp, 0.0).exp()  # masked before exp: inf × 0 would be NaN
+    advantage = torch.where(trained, advantage, 0.0)
     surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantage)
     gap = torch.where(trained, old_logp - sampler_logp, 0.0)
     mismatch = gap.exp()
@@ -347,13 +352,12 @@ class ShardedAdamW:
 
     def save(self, folder: Path) -> None:
         """Writes this rank's shard."""
-        name = f"optimizer_{self.world.rank:05}.safetensors"
-        save_file({"master": self.master, **self.state}, folder / name)
+        save_file({"master": self.master, **self.state}, folder / f"{self.world.rank:05}.safetensors")
 
     def load(self, folder: Path) -> None:
         """Reads this rank's part, whatever number of ranks wrote the shards."""
         end, parts = 0, {"master": self.master, **{k: self.state[k] for k in ("exp_avg", "exp_avg_sq")}}
-        for path in sorted(folder.glob("optimizer_*.safetensors")):
+        for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 start, end = end, end + file.get_slice("master").get_shape()[0]
                 low, high = max(start, self.shard.start), min(end, self.shard.stop)
@@ -524,9 +528,9 @@ METRICS = (
     "step", "reward", "reward_std", "frac_reward_zero_std", "completions/mean_length",
     "completions/clipped_ratio", "loss", "grad_norm", "learning_rate", "entropy", "clip_ratio", "kl",
     "logprob_gap/mean", "logprob_gap/max", "importance_ratio/mean", "importance_ratio/max", "ess",
-    "eval/accuracy", "unscored", "broken_logprobs", "skipped_updates", "time/wake", "time/generate",
-    "time/eval", "time/sleep", "time/reward", "time/update", "time/step", "tokens_per_second_per_gpu", "mfu",
-    "memory/peak_gib", "memory/asleep_gib", "weight_version")
+    "eval/accuracy", "unscored", "trained_tokens", "broken_logprobs", "skipped_updates", "time/wake",
+    "time/generate", "time/eval", "time/sleep", "time/reward", "time/update", "time/step",
+    "tokens_per_second_per_gpu", "mfu", "memory/peak_gib", "memory/asleep_gib", "weight_version")
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, from the data sheets
 
 
@@ -594,7 +598,8 @@ class Run:
         if not self.writes:
             return
         with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({key: row.get(key) for key in METRICS}) + "\n")
+            number = lambda v: v if v is None or math.isfinite(v) else None  # JSON has no NaN
+            file.write(json.dumps({key: number(row.get(key)) for key in METRICS}) + "\n")
         if rollouts and self.c.save_rollouts:
             folder = self.folder / "rollouts"
             folder.mkdir(exist_ok=True)
@@ -626,14 +631,14 @@ class Run:
                 raise UserError(f"{self.folder}: a checkpoint takes {needed / 2**30:.1f} GiB, only "
                                 f"{free / 2**30:.1f} are free: make room, then the same command continues")
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
+            (partial / "optimizer").mkdir(parents=True)  # apart: vLLM loads all .safetensors of a folder
         self.world.gather(None)  # the folder is there
-        optimizer.save(partial)
+        optimizer.save(partial / "optimizer")
         self.world.gather(None)  # every shard is there
         if self.writes:
             policy.save(partial, source)
             (partial / "trainer.json").write_text(json.dumps({"step": step, **state}, indent=2))
-            for path in [*partial.iterdir(), partial]:
+            for path in [*partial.rglob("*"), partial]:
                 sync(path)
             discard(folder)
             partial.rename(folder)
@@ -683,10 +688,11 @@ class Health:
 
     def check(self, row: dict) -> None:
         """Raises UserError after max_skipped updates skipped in a row, or three steps of a gap far off."""
-        self.skipped = self.skipped + 1 if row["skipped_updates"] else 0
+        broken = row["skipped_updates"] or row["broken_logprobs"] > row["trained_tokens"]
+        self.skipped = self.skipped + 1 if broken else 0
         if self.skipped >= self.c.max_skipped:
-            raise UserError(f"{self.skipped} updates in a row had a gradient norm that is not finite: lower "
-                            "--learning_rate, and continue from the last checkpoint: its weights are good")
+            raise UserError(f"{self.skipped} updates in a row had gradients or log-probabilities that are "
+                            "not finite: lower --learning_rate")
         gap = row["logprob_gap/mean"]
         usual = statistics.median(self.gaps) if len(self.gaps) == 10 else math.inf
         self.gaps = [*self.gaps, gap][:10]  # what is healthy shows in the first ten steps
@@ -716,6 +722,7 @@ def step_metrics(rollouts: list[Rollout], scores: torch.Tensor, sums: dict, poli
         "reward_std": sum(stds) / len(stds) if stds else None,
         "frac_reward_zero_std": sum(s <= 1e-6 for s in stds) / len(scores),
         "unscored": count - len(scored), "broken_logprobs": sums["broken_logprobs"],
+        "trained_tokens": sums.get("tokens", 0),
         "completions/mean_length": generated / count,
         "completions/clipped_ratio": sum(r.truncated for r in rollouts) / count,
         "loss": sums.get("loss", 0.0), "grad_norm": sums["grad_norm"],
@@ -794,7 +801,7 @@ def train(c: Config, world: World) -> None:
     optimizer = ShardedAdamW(policy, c, world)  # after the engine: vLLM measures the memory that is free
     say(f"{c.model} on {world.size} ranks, {c.max_steps} steps; everything is written to {run.folder}")
     if start:
-        optimizer.load(run.latest)
+        optimizer.load(run.latest / "optimizer")
         say(f"continues after update {start}")
 
     for step in range(start, c.max_steps + 1):
@@ -816,7 +823,8 @@ def train(c: Config, world: World) -> None:
         with watch("sleep"):                                                                    # 3. sleep
             engine.sleep()
         if world.cuda:
-            row["memory/asleep_gib"] = memory_used_gib()
+            free, total = torch.cuda.mem_get_info()  # of the whole card: torch counts only its own
+            row["memory/asleep_gib"] = (total - free) / 2**30
             torch.cuda.reset_peak_memory_stats()
         with watch("reward"):                                                                   # 4. reward
             scorer.state.update(global_step=step, max_steps=c.max_steps)
@@ -849,12 +857,6 @@ def train(c: Config, world: World) -> None:
     engine.close()
 
 
-def memory_used_gib() -> float:
-    """What the card holds, engine included; torch counts only its own."""
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 2**30
-
-
 def parse(arguments: list[str]) -> Config:
     """The command line → Config. Every field of Config is an option of the same name."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
@@ -870,8 +872,8 @@ def parse(arguments: list[str]) -> Config:
         parser.add_argument(f"--{field.name}", default=field.default, help=meta["help"], **how)
     known, unknown = parser.parse_known_args(arguments)
     for argument in unknown:
-        name = argument.lstrip("-").split("=")[0]
-        if name in REFUSED:
+        name = argument.removeprefix("--").split("=")[0]
+        if argument.startswith("--") and name in REFUSED:
             raise UserError(f"--{name}: {REFUSED[name]}")
     if known.model == "tiny":
         parser.set_defaults(**TINY)
@@ -894,3 +896,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # everything is saved: threads of native libraries must not make a failure of the way out

@@ -208,7 +208,8 @@ def test_gradient_equals_transformers(checkpoint, loss_type, scale, mask):
 
 def test_bf16_weights_give_nearly_that_gradient_in_fp32(checkpoint, expected):
     loss_type, scale, mask = case = ("dapo", "none", True)
-    reduced = Reduced(Policy.from_folder(checkpoint[0], dtype=torch.bfloat16), Config(max_grad_norm=1e30), World())
+    policy = Policy.from_folder(checkpoint[0], dtype=torch.bfloat16)
+    reduced = Reduced(policy, Config(max_grad_norm=1e30), World())
     c, rollouts = case_config(loss_type, scale, mask), ragged_rollouts()
     assign_advantages(rollouts, c)
     update(reduced.policy, reduced.optimizer, rollouts, 0.0, c, reduced.world)
@@ -583,18 +584,22 @@ REWARD = "def remainder(completion_ids, **_):\n    return [float(sum(ids) % 3) f
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Run folders of the same two steps of one prompt each: 1 rank (here), 2 and 3 under torchrun."""
+    """Run folders PROMPTSxRANKS of two steps, with fewer prompts than ranks, and of one rank for each."""
     folder = tmp_path_factory.mktemp("runs")
     ranks.write_digits_model(folder / "model")
     (folder / "reward.py").write_text(REWARD)
     options = dict(model=folder / "model", reward=f"{folder}/reward.py:remainder", reward_workers=0,
-                   prompts_per_step=1, num_generations=6, max_steps=2, max_completion_length=5,
-                   max_prompt_length=8, micro_batch_tokens=16, temperature=0.8, learning_rate=1e-2,
-                   adam_epsilon=1e-3, eval_steps=1, seed=3)
-    flags = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-    started = [ranks.start(n, "minigrpo.py", *flags, "--out", folder / str(n)) for n in (2, 3)]
+                   num_generations=6, max_steps=2, max_completion_length=5, max_prompt_length=8, seed=3,
+                   micro_batch_tokens=16, temperature=0.8, learning_rate=1e-2, adam_epsilon=1e-3)
+
+    def flags(prompts, size):
+        every = {**options, "prompts_per_step": prompts, "eval_steps": 1, "out": folder / f"{prompts}x{size}"}
+        return [str(part) for name, value in every.items() for part in (f"--{name}", value)]
+
+    started = [ranks.start(size, "minigrpo.py", *flags(prompts, size)) for prompts, size in [(1, 2), (2, 3)]]
     with ranks.signals_kept():
-        minigrpo.train(minigrpo.parse([*flags, "--out", str(folder / "1")]), World())
+        for prompts in (1, 2):
+            minigrpo.train(minigrpo.parse(flags(prompts, 1)), World())
     for process in started:
         ranks.finish(process)
     return folder
@@ -604,23 +609,23 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_more_ranks_than_prompts_give_the_same_run(runs, n):
+@pytest.mark.parametrize("prompts, size", [(1, 2), (2, 3)])
+def test_more_ranks_than_prompts_give_the_same_run(runs, prompts, size):
+    alone, shared = runs / f"{prompts}x1", runs / f"{prompts}x{size}"
     for step in (0, 1):
-        path = f"rollouts/step_{step}.jsonl"
-        one, many = rows_of(runs / "1" / path), rows_of(runs / str(n) / path)
-        assert len(one) == len(many) == 6
+        one, many = (rows_of(run / f"rollouts/step_{step}.jsonl") for run in (alone, shared))
+        assert len(one) == len(many) == 6 * prompts
         for a, b in zip(one, many):
             assert a.pop("sampler_logps") == pytest.approx(b.pop("sampler_logps"), abs=1e-5)
             assert a == b
-    one, many = rows_of(runs / "1" / "metrics.jsonl"), rows_of(runs / str(n) / "metrics.jsonl")
+    one, many = (rows_of(run / "metrics.jsonl") for run in (alone, shared))
     assert len(one) == len(many) == 3
     for a, b in zip(one, many):
         assert a.keys() == b.keys() == set(minigrpo.METRICS)
         for key in a:
             if not key.startswith(("time/", "tokens_per")):
                 assert a[key] == b[key] or a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-5), key
-    a, b = (Policy.from_folder(runs / x / "latest") for x in ("1", str(n)))
+    a, b = (Policy.from_folder(run / "latest") for run in (alone, shared))
     assert all((p - q).abs().max() < 1e-4 for p, q in zip(a.parameters(), b.parameters()))
     start = Policy.from_folder(runs / "model")
     assert max((p - q).abs().max() for p, q in zip(a.parameters(), start.parameters())) > 1e-3
@@ -628,20 +633,22 @@ def test_more_ranks_than_prompts_give_the_same_run(runs, n):
 
 def test_a_run_records_what_happened(runs):
     """Rewards and advantages worked out again from the rollouts; without vLLM the gap is rounding."""
-    rows = rows_of(runs / "2" / "metrics.jsonl")
+    rows = rows_of(runs / "2x3" / "metrics.jsonl")
     for step in (0, 1):
-        rollouts = rows_of(runs / "2" / f"rollouts/step_{step}.jsonl")
+        rollouts = rows_of(runs / "2x3" / f"rollouts/step_{step}.jsonl")
         rewards = [float(sum(r["completion_ids"]) % 3) for r in rollouts]
-        assert [r["reward"] for r in rollouts] == rewards and len(set(rewards)) > 1
-        std = statistics.stdev(rewards)
+        groups = [rewards[:6], rewards[6:]]
+        stds = [statistics.stdev(group) for group in groups]
+        assert [r["reward"] for r in rollouts] == rewards and min(stds) > 0
+        assert len({r["prompt"] for r in rollouts[:6]}) == len({r["prompt"] for r in rollouts[6:]}) == 1
         assert [r["advantage"] for r in rollouts] == pytest.approx(
-            [(x - statistics.fmean(rewards)) / (std + 1e-4) for x in rewards])
-        assert [r["slot"] for r in rollouts] == list(range(6))
+            [(x - statistics.fmean(group)) / (std + 1e-4) for group, std in zip(groups, stds) for x in group])
+        assert [r["slot"] for r in rollouts] == list(range(12))
         assert {r["weight_version"] for r in rollouts} == {step}
         row, lengths = rows[step], [len(r["completion_ids"]) for r in rollouts]
         assert row["step"] == row["weight_version"] == step
         assert row["reward"] == pytest.approx(statistics.fmean(rewards))
-        assert row["reward_std"] == pytest.approx(std)
+        assert row["reward_std"] == pytest.approx(statistics.fmean(stds))
         assert row["completions/mean_length"] == pytest.approx(statistics.fmean(lengths))
         cut = [r["completion_ids"][-1] != 12 for r in rollouts]
         assert [r["truncated"] for r in rollouts] == cut

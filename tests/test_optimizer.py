@@ -276,6 +276,14 @@ def test_what_cannot_work_is_refused_by_flag_and_with_what_does(monkeypatch, fla
     assert all(part in str(error.value) for part in named), str(error.value)
 
 
+@pytest.mark.parametrize("flags", [
+    "--temperature nan", "--temperature inf", "--learning_rate inf", "--epsilon_high -0.5", "--min_lr_rate -1",
+    "--weight_decay -1", "--adam_beta1 1", "--adam_beta2 1.5", "--adam_epsilon -1", "--model x --num_train_epochs nan"])
+def test_numbers_that_cannot_work_are_refused(flags):
+    with pytest.raises(UserError, match="use "):
+        check(parse(flags.split()))
+
+
 def test_what_works_is_not_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     for flags in ("", "--num_generations 2", "--temperature 0.1", "--max_steps 1", "--colocate",
@@ -347,14 +355,18 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
 
 
 def test_a_run_whose_numbers_go_wrong_ends_with_the_reason():
-    row = {"skipped_updates": 0, "logprob_gap/mean": 0.02}
+    row = {"skipped_updates": 0, "logprob_gap/mean": 0.02, "broken_logprobs": 0, "trained_tokens": 9}
     health = Health(Config(max_skipped=3))
     for skipped in (1, 1, 0, 1, 1):  # never three in a row
         health.check({**row, "skipped_updates": skipped})
     with pytest.raises(UserError, match="3 updates in a row.*--learning_rate"):
         health.check({**row, "skipped_updates": 1})
+    health = Health(Config(max_skipped=2))
+    health.check({**row, "broken_logprobs": 10})  # more than what could be trained on
+    with pytest.raises(UserError, match="2 updates in a row"):
+        health.check({**row, "broken_logprobs": 10})
     health = Health(Config())
-    for gap in [0.02] * 9 + [0.2] + [0.059, 0.07, 0.07, 0.05, 0.07, 0.07]:  # 3 × 0.02 is exceeded twice in a row
+    for gap in [0.02] * 9 + [0.2] + [0.059, 0.07, 0.07, 0.05, 0.07, 0.07]:  # over 3 × 0.02 twice in a row
         health.check({**row, "logprob_gap/mean": gap})
     with pytest.raises(UserError, match="differ by 0.070 .* at first by 0.020"):
         health.check({**row, "logprob_gap/mean": 0.07})

@@ -17,8 +17,8 @@ from minigrpo import Config, ShardedAdamW, World
 from model import ModelConfig, Policy, write_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = ["--max_steps", "24", "--save_steps", "3", "--eval_steps", "5", "--prompts_per_step", "6", "--num_generations",
-         "4", "--save_rollouts", "24", "--max_completion_length", "3"]
+FLAGS = ["--max_steps", "36", "--save_steps", "3", "--eval_steps", "5", "--prompts_per_step", "6", "--num_generations",
+         "4", "--save_rollouts", "36", "--max_completion_length", "3"]
 VARYING = ("time/", "tokens_per_second", "mfu", "memory/")
 
 
@@ -52,8 +52,8 @@ def wait_for(condition, seconds: float = 60):
 
 def what_a_run_leaves(out: Path) -> dict:
     """Weights, optimizer, metrics and rollouts, without what the clock decides."""
-    kept = {f"{file.parent.name}/{file.name}": file.read_bytes()
-            for file in [*out.glob("step_*/*.safetensors"), *out.glob("rollouts/*.jsonl"), *out.glob("step_*/trainer.json")]}
+    kept = {str(file.relative_to(out)): file.read_bytes()
+            for file in [*out.glob("step_*/**/*.safetensors"), *out.glob("rollouts/*.jsonl"), *out.glob("step_*/trainer.json")]}
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     kept["metrics"] = [{k: v for k, v in row.items() if not k.startswith(VARYING)} for row in rows]
     kept["latest"] = os.readlink(out / "latest")
@@ -85,7 +85,7 @@ def test_killed_at_random_moments_it_ends_bitwise_the_same(undisturbed, tmp_path
         process = start(out)
         wait_for(lambda: (out / "metrics.jsonl").exists() or process.poll() is not None)
         before = len((out / "metrics.jsonl").read_text().splitlines()) if (out / "metrics.jsonl").exists() else 0
-        moment = time.monotonic() + rng.uniform(2.0, 9.0)
+        moment = time.monotonic() + rng.uniform(1.0, 5.0)
         wait_for(lambda: time.monotonic() > moment or process.poll() is not None)
         if process.poll() is not None or done == kills:
             break
@@ -155,7 +155,7 @@ def test_a_signal_saves_and_stops_and_the_same_command_continues(undisturbed, tm
     code = process.wait(60)
     assert code == (1 if whom == "torchrun" else 0)  # torchrun that was signalled reports 1 whatever its ranks return
     state = json.loads((out / "latest" / "trainer.json").read_text())
-    assert state["stopped"] and state["step"] == len(rows.read_text().splitlines()) < 24
+    assert state["stopped"] and state["step"] == len(rows.read_text().splitlines()) < 36
     text = finish(out, start(out))
     assert f"stopped after update {state['step']}" in text and f"continues after update {state['step']}" in text
     for folder in (f"step_{state['step']}",):  # the stop's own checkpoint is one more than the undisturbed run has
@@ -178,15 +178,12 @@ def test_a_second_run_on_the_same_folder_is_refused(tmp_path):
 
 def test_other_options_and_changed_data_are_refused(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 8)
-    out, flags = tmp_path / "run", ["--data", str(tmp_path / "p.jsonl"), "--max_steps", "2", "--save_steps", "1"]
+    out, flags = tmp_path / "run", ["--data", str(tmp_path / "p.jsonl"), "--max_steps", "99", "--save_steps", "1"]
     process = start(out, *flags, ranks=1)
     wait_for(lambda: (out / "latest").exists())
-    process.kill()
-    for pid in ranks_of(process):
+    for pid in [*ranks_of(process), process.pid]:
         os.kill(pid, signal.SIGKILL)
     process.wait()
-    if json.loads((out / "latest" / "trainer.json").read_text()).get("finished"):
-        pytest.skip("finished before it could be killed")
     other = start(out, *flags, "--learning_rate", "1e-4", ranks=1)
     assert other.wait(60) == 1 and "other options (learning_rate)" in Path(f"{out}.log").read_text()
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+3=", "answer": "4"}\n' * 8)
@@ -218,19 +215,21 @@ def test_shards_are_cut_anew_for_another_number_of_ranks(tmp_path):
     write_digits_tokenizer(tmp_path)
     write_tiny_model(tmp_path, Tokenizer(tmp_path), 0)
 
-    def optimizer(rank, size):
-        return ShardedAdamW(Policy.from_folder(tmp_path), Config(), Part(rank, size))
+    def optimizer(rank, size, folder=tmp_path):
+        return ShardedAdamW(Policy.from_folder(folder), Config(), Part(rank, size))
 
     whole = optimizer(0, 1)
     for name, tensor in {"master": whole.master, **whole.state}.items():
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + len(name))
+    tmp_path = tmp_path / "optimizer"
+    tmp_path.mkdir()
     whole.save(tmp_path)
     size = sum(-(-p.numel() // 64) * 64 for p in whole.parameters)
     for world in (3, 2, 1):  # each reads what the one before wrote
         parts = [optimizer(rank, world) for rank in range(world)]
         for part in parts:
             part.load(tmp_path)
-        for file in tmp_path.glob("optimizer_*"):
+        for file in tmp_path.iterdir():
             file.unlink()
         for part in parts:
             part.save(tmp_path)

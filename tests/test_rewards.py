@@ -1019,11 +1019,14 @@ def test_a_file_may_import_its_neighbours_and_be_called_like_a_module(write):
     path = write(
         "import model\ndef f(completions, **kw): return [model.bonus] * len(completions)", "rewards.py"
     )
+    ours = sys.modules.pop("model", None)
     for workers in (0, 1):
         with Scorer([f"{path}:f", "format"], workers=workers) as scorer:
             assert scorer.score([group("a")])[0].rewards == [2.0]
     assert sys.modules["rewards"] is rewards
     sys.modules.pop("model", None)
+    if ours:
+        sys.modules["model"] = ours
 
 
 # ---- the module
