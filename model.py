@@ -260,7 +260,8 @@ class Policy(nn.Module):
         with torch.device("meta"):
             policy = cls(ModelConfig.from_folder(folder))
         policy.to(dtype).to_empty(device=device)
-        parameters, missing = dict(policy.named_parameters()), set(dict(policy.named_parameters()))
+        parameters = dict(policy.named_parameters())
+        missing = set(parameters)
         for path in safetensors_files(folder):
             with open_safetensors(path) as file:
                 for name in file.keys():
@@ -288,7 +289,8 @@ class Policy(nn.Module):
             for file in Path(source).glob(pattern):
                 if not file.name.endswith(".safetensors.index.json"):
                     shutil.copyfile(file, folder / file.name)
-        tensors = {name: p.detach().cpu().contiguous().clone() for name, p in self.named_parameters()}
+        # Copied, once: safetensors refuses views of one buffer, which the trainer's parameters are.
+        tensors = {name: p.detach().to("cpu", copy=True) for name, p in self.named_parameters()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
