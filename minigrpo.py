@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node=8 minigrpo.py --colocate               # a tiny built-in model learns to add
     torchrun --nproc_per_node=8 minigrpo.py --colocate --model Qwen2.5-1.5B-Instruct --data gsm8k.jsonl
+    torchrun --nproc_per_node=8 minigrpo.py --split                  # 7 train, 1 generates: for comparison
     python minigrpo.py                                               # no vLLM: the policy samples for itself
 
 One step: wake the engine and push every weight into it, generate a group of completions for each prompt, put
@@ -21,14 +22,10 @@ Left out: see the README.
 import argparse
 import contextlib
 import dataclasses
-import fcntl
 import functools
-import hashlib
 import itertools
-import json
 import math
 import os
-import shutil
 import signal
 import statistics
 import sys
@@ -43,16 +40,20 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import colocate
+import checkpoint
 import data
 import model
 import rewards
-from colocate import ColocatedEngine
+from checkpoint import Run
+from colocate import ColocatedEngine, RemoteEngine
 from data import Prompt, PromptSet, Tokenizer, UserError, load_prompts, prompt_indices, sample_seed
 from model import (
-    WARM_START, ModelConfig, Policy, PolicySampler, checkpoint_folder, token_logprobs, write_tiny_model)
+    PEAK_FLOPS, WARM_START, ModelConfig, Policy, PolicySampler, balance, checkpoint_folder, memory_plan, pack,
+    token_logprobs, write_tiny_model)
 from rewards import Group, Scorer
 
-USER_ERRORS = (UserError, colocate.UserError, model.UserError, rewards.UserError)  # each module stands alone
+# Each module stands alone, and so has its own.
+USER_ERRORS = (UserError, checkpoint.UserError, colocate.UserError, model.UserError, rewards.UserError)
 
 
 def option(default, help: str, **more):
@@ -78,11 +79,13 @@ class Config:
     max_prompt_length: int = option(512, "tokens; longer prompts are dropped at load, and counted")
     # rollouts
     colocate: bool = option(False, "a vLLM engine on every rank; without, the policy samples for itself")
+    split: bool = option(False, "the last rank only generates, the others only train; to compare with")
     prompts_per_step: int = option(16, "prompts a step, over all ranks")
     num_generations: int = option(8, "completions a prompt: the group that a completion is compared with")
     max_completion_length: int = option(256, "tokens; a completion without EOS is cut here")
     temperature: float = option(1.0, "divides the logits, in the sampler and in the trainer")
-    vllm_gpu_memory_utilization: float = option(0.3, "share of the card that the awake engine may use")
+    vllm_gpu_memory_utilization: float = option(0.3, "share of the card that the awake engine may use; it "
+                                                "takes less where the batch's KV cache is smaller")
     vllm_enforce_eager: bool = option(False, "no CUDA graphs: starts sooner, generates slower")
     # the update
     loss_type: str = option("dapo", "how tokens are averaged", choices=("grpo", "dapo", "dr_grpo"))
@@ -102,6 +105,8 @@ class Config:
     adam_epsilon: float = option(1e-8, "AdamW")
     max_grad_norm: float = option(1.0, "the gradient's norm over all parameters is clipped to this")
     micro_batch_tokens: int = option(16384, "tokens of one forward and backward; lower it when out of memory")
+    recompute: bool = option(False, "keep no activations between forward and backward: a third more work")
+    compile: bool = option(True, "fuse layers with torch.compile (GPU): 10 s at the start, shorter updates")
     dtype: str = option("auto", "working weights; auto is bfloat16 on a GPU, float32 on a CPU",
                         choices=("auto", "bfloat16", "float32"))
     # the run
@@ -119,7 +124,8 @@ class Config:
 
 # What the bare command runs: about two minutes on two CPU cores.
 TINY = dict(prompts_per_step=32, num_generations=16, max_completion_length=4, max_prompt_length=8,
-            max_steps=200, learning_rate=1e-3, lr_scheduler_type="linear", max_grad_norm=0.2, eval_steps=25)
+            max_steps=200, learning_rate=1e-3, lr_scheduler_type="linear", max_grad_norm=0.2, eval_steps=25,
+            compile=False)
 
 REFUSED = {  # options that people bring along, and why they are not here
     **dict.fromkeys(
@@ -155,8 +161,13 @@ def check(c: Config) -> None:
         raise UserError(f"--vllm_gpu_memory_utilization {c.vllm_gpu_memory_utilization}: use 0.1 to 0.9")
     if c.max_steps == 0 or c.max_steps < -1 or (c.max_steps == -1 and not 0 < c.num_train_epochs < 1e6):
         raise UserError("nothing to train: use --max_steps 1 or more, or --num_train_epochs above 0")
-    if c.colocate and "RANK" not in os.environ:
-        raise UserError(f"--colocate runs under torchrun: torchrun --nproc_per_node=1 {' '.join(sys.argv)}")
+    if c.colocate and c.split:
+        raise UserError("--colocate and --split exclude each other: use --colocate, the faster one")
+    if (c.colocate or c.split) and "RANK" not in os.environ:
+        raise UserError(f"{'--split' if c.split else '--colocate'} runs under torchrun: torchrun "
+                        f"--nproc_per_node={1 + c.split} {' '.join(sys.argv)}")
+    if c.split and os.environ["WORLD_SIZE"] == "1":
+        raise UserError("--split needs 2 ranks or more: --nproc_per_node=2, or --colocate on one")
 
 
 # ---- The mathematics: pure functions -----------------------------------------------------------------------
@@ -239,11 +250,14 @@ def learning_rate_at(step: int, c: Config) -> float:
 # ---- Ranks -------------------------------------------------------------------------------------------------
 
 class World:
-    """This process among the ranks of the job; without torchrun a single one."""
+    """This process among the ranks of the job; without torchrun a single one.
 
-    def __init__(self):
+    With `split` the last rank generates: it is not counted in `size`, and `link` joins it with rank 0.
+    """
+
+    def __init__(self, split: bool = False):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.cuda = torch.cuda.is_available()
+        self.cuda, self.link, self.generates = torch.cuda.is_available(), None, False
         self.device = torch.device("cpu")
         if self.cuda:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -252,7 +266,13 @@ class World:
             torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
         if "RANK" in os.environ:
             threading.Thread(target=self.end_with_torchrun, args=(os.getppid(),), daemon=True).start()
-            dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo")
+            backend = "cpu:gloo,cuda:nccl" if self.cuda else "gloo"
+            if split:
+                self.size -= 1
+                self.generates = self.rank == self.size
+                self.link = colocate.join_split(self.rank, self.size, self.device, backend)
+            else:
+                dist.init_process_group(backend)
 
     @staticmethod
     def end_with_torchrun(parent: int) -> None:
@@ -333,7 +353,7 @@ class ShardedAdamW:
         """
         grad = self.grads[self.shard]
         if self.world.size > 1:
-            grad = torch.empty_like(self.master)
+            grad = grad if self.world.cuda else torch.empty_like(grad)  # NCCL works in place, gloo does not
             REDUCE_SCATTER(grad, self.grads)
         self.grads = None
         squares = grad.square().sum(dtype=torch.float64)
@@ -347,7 +367,8 @@ class ShardedAdamW:
             self.master.grad = None
             self.weights[self.shard].copy_(self.master)
             if self.world.size > 1:
-                ALL_GATHER(self.weights, self.weights[self.shard].clone())
+                mine = self.weights[self.shard]
+                ALL_GATHER(self.weights, mine if self.world.cuda else mine.clone())
         return norm
 
     def save(self, folder: Path) -> None:
@@ -429,30 +450,6 @@ def evaluate(engine, prompts: list[Prompt], tokenizer, scorer: Scorer, c: Config
     return sum(world.gather(points)) / len(prompts)
 
 
-def balance(lengths: list[int], ranks: int) -> list[list[int]]:
-    """Indices for each rank, longest first to the rank with the fewest tokens so far. Same on every rank."""
-    parts, load = [[] for _ in range(ranks)], [0] * ranks
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = min(range(ranks), key=lambda r: (load[r], r))
-        parts[rank].append(i)
-        load[rank] += lengths[i]
-    return parts
-
-
-def pack(lengths: list[int], budget: int) -> list[list[int]]:
-    """Indices for each micro-batch, first fit, longest first. A sequence over the budget travels alone."""
-    bins, room = [], []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fit = next((b for b, free in enumerate(room) if lengths[i] <= free), None)
-        if fit is None:
-            bins.append([i])
-            room.append(budget - lengths[i])
-        else:
-            bins[fit].append(i)
-            room[fit] -= lengths[i]
-    return bins
-
-
 # ---- The update --------------------------------------------------------------------------------------------
 
 def assign_advantages(rollouts: list[Rollout], c: Config) -> torch.Tensor:
@@ -475,7 +472,7 @@ def update(policy: Policy, optimizer: ShardedAdamW, rollouts: list[Rollout], lea
     weights = completion_weights([sum(m) for m in masks], c.loss_type, c.max_completion_length)
     useful = [i for i, w in enumerate(weights) if w > 0]
     lengths = [len(rollouts[i].prompt_ids) + len(rollouts[i].completion_ids) for i in useful]
-    mine = balance(lengths, world.size)[world.rank]
+    mine = balance([policy.update_flops([n]) for n in lengths], world.size)[world.rank]
     optimizer.begin()
     sums = []
     for batch in pack([lengths[i] for i in mine], c.micro_batch_tokens):
@@ -494,22 +491,27 @@ def micro_batch_loss(policy: Policy, rollouts: list[Rollout], masks, weights, c:
     """Loss and metric sums of one packed micro-batch. Only states that predict a completion get logits."""
     device = policy.model.norm.weight.device
     lengths = [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts]
-    tokens = torch.tensor([t for r in rollouts for t in r.prompt_ids + r.completion_ids], device=device)
-    counts = [len(r.completion_ids) for r in rollouts]
     ends = itertools.accumulate(lengths)
-    places = torch.cat([torch.arange(end - n, end) for end, n in zip(ends, counts)]).to(device)
+    places = [i for r, end in zip(rollouts, ends) for i in range(end - len(r.completion_ids), end)]
+    tokens, places = (upload(values, torch.int64, device) for values in (
+        [t for r in rollouts for t in r.prompt_ids + r.completion_ids], places))
     hidden = policy.packed(tokens, lengths)[places - 1]  # the state before a token predicts it
     logp, entropy = token_logprobs(hidden, policy.head_weight, tokens[places], c.temperature)
-    per_token = lambda values: torch.tensor(values, dtype=logp.dtype, device=device)
-    weight = per_token([w * m for w, mask in zip(weights, masks) for m in mask])
-    advantage = per_token([r.advantage for r in rollouts]).repeat_interleave(
-        torch.tensor(counts, device=device), output_size=sum(counts))
+    sampler_logp, advantage, weight = (upload(values, logp.dtype, device) for values in (
+        [p for r in rollouts for p in r.sampler_logps],
+        [r.advantage for r in rollouts for _ in r.completion_ids],
+        [w * m for w, mask in zip(weights, masks) for m in mask]))
     loss, stats = policy_loss(
         logp, logp.detach(),  # one update a batch: the policy that sampled is the policy that trains
-        per_token([p for r in rollouts for p in r.sampler_logps]), advantage, weight, epsilon=c.epsilon,
-        epsilon_high=c.epsilon_high or c.epsilon,
+        sampler_logp, advantage, weight, epsilon=c.epsilon, epsilon_high=c.epsilon_high or c.epsilon,
         importance_cap=c.vllm_importance_sampling_clip_max if c.vllm_importance_sampling_correction else None)
     return loss, {**stats, "entropy": torch.where(weight > 0, entropy, 0.0).sum()}
+
+
+def upload(values: list, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On its way to the GPU when this returns: from pinned memory nobody waits for what was queued before."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def add_up(parts: list[dict]) -> dict:
@@ -522,149 +524,7 @@ def add_up(parts: list[dict]) -> dict:
     return whole
 
 
-# ---- The run folder ----------------------------------------------------------------------------------------
-
-METRICS = (
-    "step", "reward", "reward_std", "frac_reward_zero_std", "completions/mean_length",
-    "completions/clipped_ratio", "loss", "grad_norm", "learning_rate", "entropy", "clip_ratio", "kl",
-    "logprob_gap/mean", "logprob_gap/max", "importance_ratio/mean", "importance_ratio/max", "ess",
-    "eval/accuracy", "unscored", "trained_tokens", "broken_logprobs", "skipped_updates", "time/wake",
-    "time/generate", "time/eval", "time/sleep", "time/reward", "time/update", "time/step",
-    "tokens_per_second_per_gpu", "mfu", "memory/peak_gib", "memory/asleep_gib", "weight_version")
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, from the data sheets
-
-
-class Run:
-    """The folder of one run: config.json, metrics.jsonl, rollouts/, step_N/ and `latest`. Rank 0 looks after
-    it.
-
-    A step folder is written under another name, synced to disk and then renamed; `latest` moves last. Killed
-    at whatever moment, the run has a complete `latest`, and the same command continues after its last update.
-    """
-
-    def __init__(self, c: Config, world: World):
-        self.c, self.world, self.writes, self.recent = c, world, world.rank == 0, []
-        self.options = {k: v for k, v in dataclasses.asdict(c).items() if k not in ("out", "fresh")}
-        digest = hashlib.sha256(json.dumps(self.options, sort_keys=True).encode()).hexdigest()[:8]
-        self.folder = Path(c.out or f"runs/{Path(c.model).name}-{Path(c.data).stem}-{digest}")
-        self.latest = self.folder / "latest"
-        self.state = world.gather(self.begin() if self.writes else None)[0]  # what `latest` says
-
-    def begin(self) -> dict:
-        """Takes the folder for this process and goes back to its last checkpoint; {"step": 0} without one."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.folder / "lock", "a+")  # held as long as the process lives, whatever ends it
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.lock.seek(0)
-            raise UserError(f"{self.folder} is in use by process {self.lock.read()}: stop that one, or give "
-                            "another --out") from None
-        self.lock.truncate(0)
-        print(os.getpid(), end="", file=self.lock, flush=True)
-        config, state = self.folder / "config.json", {"step": 0}
-        if self.c.fresh:
-            self.latest.unlink(missing_ok=True)
-        if self.latest.exists():
-            try:
-                state, old = (json.loads(p.read_text()) for p in (self.latest / "trainer.json", config))
-            except (OSError, ValueError) as error:
-                raise UserError(f"{self.folder} is damaged ({error}): --fresh starts anew") from None
-            new = json.loads(json.dumps(self.options))
-            if changed := sorted(k for k in new.keys() | old.keys() if new.get(k) != old.get(k)):
-                raise UserError(f"{self.folder} holds a run with other options ({', '.join(changed)}): give "
-                                "another --out, or --fresh to start anew")
-        if not state.get("finished"):
-            self.cut_back(state["step"])
-        config.write_text(json.dumps(self.options, indent=2))
-        return state
-
-    def cut_back(self, step: int) -> None:
-        """Removes what came after update `step`: rows, rollouts, half-written lines and folders."""
-        for path in self.folder.glob("step_*"):
-            if "partial" in path.suffix or int(path.name[5:]) > step:
-                shutil.rmtree(path)
-        for path in self.folder.glob("rollouts/step_*.jsonl"):
-            if int(path.stem[5:]) >= step:
-                path.unlink()
-        metrics = self.folder / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
-        metrics.with_suffix(".partial").write_text("".join(kept))
-        metrics.with_suffix(".partial").replace(metrics)
-
-    def record(self, row: dict, rollouts: list[Rollout]) -> None:
-        """Appends a row to metrics.jsonl; completions go to rollouts/, which keeps the last steps."""
-        if not self.writes:
-            return
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            number = lambda v: v if v is None or math.isfinite(v) else None  # JSON has no NaN
-            file.write(json.dumps({key: number(row.get(key)) for key in METRICS}) + "\n")
-        if rollouts and self.c.save_rollouts:
-            folder = self.folder / "rollouts"
-            folder.mkdir(exist_ok=True)
-            lines = [json.dumps(dataclasses.asdict(r), ensure_ascii=False) + "\n" for r in rollouts]
-            (folder / f"step_{row['step']}.jsonl").write_text("".join(lines), encoding="utf-8")
-            (folder / f"step_{row['step'] - self.c.save_rollouts}.jsonl").unlink(missing_ok=True)
-
-    def print_line(self, row: dict) -> None:
-        """One line a step, for a person."""
-        if not self.writes:
-            return
-        total, done = self.c.max_steps, row["step"] + 1
-        self.recent = [*self.recent[-19:], row["time/step"]]
-        left = (total - done) * sum(self.recent) / len(self.recent)
-        accuracy = "" if row.get("eval/accuracy") is None else f"  accuracy {row['eval/accuracy']:.1%}"
-        reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
-        print(f"step {done}/{total}  reward {reward}{accuracy}"
-              f"  length {row['completions/mean_length']:.1f}  gap {row['logprob_gap/mean']:.1e}"
-              f"  generate {row['time/generate']:.2f}s  update {row['time/update']:.2f}s"
-              f"  handoff {row['time/wake'] + row['time/sleep']:.2f}s"
-              f"  {done / total:.0%}, {left // 60:.0f}m{left % 60:02.0f}s left", flush=True)
-
-    def save(self, policy: Policy, optimizer: ShardedAdamW, source: Path, step: int, **state) -> None:
-        """Writes step_N, every rank its optimizer shard. Raises UserError where the disk lacks room."""
-        folder, partial = self.folder / f"step_{step}", self.folder / f"step_{step}.partial"
-        if self.writes:
-            needed = optimizer.weights.nbytes + 3 * optimizer.master.nbytes * self.world.size
-            if (free := shutil.disk_usage(self.folder).free) < 1.1 * needed:
-                raise UserError(f"{self.folder}: a checkpoint takes {needed / 2**30:.1f} GiB, only "
-                                f"{free / 2**30:.1f} are free: make room, then the same command continues")
-            shutil.rmtree(partial, ignore_errors=True)
-            (partial / "optimizer").mkdir(parents=True)  # apart: vLLM loads all .safetensors of a folder
-        self.world.gather(None)  # the folder is there
-        optimizer.save(partial / "optimizer")
-        self.world.gather(None)  # every shard is there
-        if self.writes:
-            policy.save(partial, source)
-            (partial / "trainer.json").write_text(json.dumps({"step": step, **state}, indent=2))
-            for path in [*partial.rglob("*"), partial]:
-                sync(path)
-            discard(folder)
-            partial.rename(folder)
-            link = self.folder / "latest.partial"
-            link.unlink(missing_ok=True)
-            link.symlink_to(folder.name)
-            sync(self.folder)
-            link.replace(self.latest)
-            sync(self.folder)
-            steps = sorted(int(p.name[5:]) for p in self.folder.glob("step_*") if p.name[5:].isdigit())
-            for old in steps[:-self.c.save_total_limit]:
-                discard(self.folder / f"step_{old}")
-
-
-def sync(path: Path) -> None:
-    """Returns when the file or folder is on the disk and would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def discard(folder: Path) -> None:
-    """Deletes a step folder; interrupted, it leaves a name that the next start clears away."""
-    if folder.exists():
-        shutil.rmtree(folder.rename(folder.with_name(folder.name + ".partial-old")))
-
+# ---- The loop ----------------------------------------------------------------------------------------------
 
 class Stop:
     """SIGTERM or SIGINT: the ranks finish the step, save and end. A second one ends the process at once."""
@@ -731,7 +591,7 @@ def step_metrics(rollouts: list[Rollout], scores: torch.Tensor, sums: dict, poli
         "logprob_gap/mean": sums.get("gap", 0.0) / tokens, "logprob_gap/max": sums.get("gap_max", 0.0),
         "importance_ratio/mean": mismatch / tokens, "importance_ratio/max": sums.get("mismatch_max", 0.0),
         "ess": mismatch ** 2 / (tokens * max(sums.get("mismatch_squared", 0.0), 1e-30)),
-        "tokens_per_second_per_gpu": generated / seconds["time/step"] / world.size,
+        "tokens_per_second_per_gpu": generated / seconds["time/step"] / (world.size + bool(world.link)),
         "weight_version": rollouts[0].weight_version,
     }
     if world.cuda:
@@ -741,8 +601,6 @@ def step_metrics(rollouts: list[Rollout], scores: torch.Tensor, sums: dict, poli
         row["mfu"] = peak and flops / (seconds["time/update"] * peak * world.size)
     return row
 
-
-# ---- The loop ----------------------------------------------------------------------------------------------
 
 def load(c: Config, folder: Path, weights: Path,
          world: World) -> tuple[Tokenizer, PromptSet, list[Prompt], Scorer, Policy]:
@@ -764,18 +622,50 @@ def load(c: Config, folder: Path, weights: Path,
     if c.max_steps == -1:
         c.max_steps = math.ceil(c.num_train_epochs * len(prompts.train) / c.prompts_per_step)
     dtype = {"auto": torch.bfloat16 if world.cuda else torch.float32}.get(c.dtype) or getattr(torch, c.dtype)
-    return tokenizer, prompts, held_out, scorer, Policy.from_folder(weights, world.device, dtype)
+    if world.cuda and (c.colocate or c.split):
+        card = torch.cuda.mem_get_info()[1]
+        prompts.notes.append(plan_memory(c, config, dtype.itemsize, world.size, card)[0])
+    policy = Policy.from_folder(weights, world.device, dtype)
+    policy.training_mode(compiled=c.compile and world.cuda, recompute=c.recompute)
+    return tokenizer, prompts, held_out, scorer, policy
+
+
+def plan_memory(c: Config, m: ModelConfig, size: int, ranks: int, card: int) -> tuple[str, int]:
+    """What each GPU will hold, in words, and how much of it is KV cache; size: bytes of a working weight.
+
+    Raises UserError, naming what to change, where it is more than the card's bytes.
+    """
+    longest, whole = c.max_prompt_length + c.max_completion_length, c.prompts_per_step * c.num_generations
+    at_once = whole if c.split else -(-c.prompts_per_step // ranks) * c.num_generations  # in one engine
+    halves = memory_plan(
+        m, size=size, ranks=ranks, recompute=c.recompute, compiled=c.compile, cache_tokens=at_once * longest,
+        micro_batch=min(max(c.micro_batch_tokens, longest), -(-whole // ranks) * longest),
+        engine_limit=(0.85 if c.split else c.vllm_gpu_memory_utilization) * card)
+    words = "\n".join(f"{name} {sum(half.values()) / 2**30:.1f} = " + " + ".join(
+        f"{what} {value / 2**30:.1f}" for what, value in half.items()) for name, half in halves.items())
+    words = f"GiB on each GPU, of {card / 2**30:.1f}:\n{words}"
+    if sum(halves["generating"].values()) > card:
+        raise UserError(f"{words}\nlower --vllm_gpu_memory_utilization, or use more GPUs")
+    if sum(halves["training"].values()) > card:
+        raise UserError(f"{words}\n" + ("use --recompute" if not c.recompute else (
+            f"use --micro_batch_tokens {longest}" if c.micro_batch_tokens > longest else "use more GPUs")))
+    return words, int(halves["generating"]["KV cache"])
 
 
 def build_engine(c: Config, folder: Path, policy: Policy, world: World):
-    if not c.colocate:
+    if not (c.colocate or c.split):
         return PolicySampler(policy)
-    return ColocatedEngine(
-        folder, dtype=policy.model.norm.weight.dtype,
-        max_model_len=c.max_prompt_length + c.max_completion_length,
-        max_num_seqs=-(-c.prompts_per_step // world.size) * c.num_generations,
-        gpu_memory_utilization=c.vllm_gpu_memory_utilization,
+    dtype, ranks = policy.model.norm.weight.dtype, 1 if c.split else world.size
+    arguments = dict(
+        folder=folder, dtype=dtype, max_model_len=c.max_prompt_length + c.max_completion_length,
+        max_num_seqs=-(-c.prompts_per_step // ranks) * c.num_generations, sleeps=c.colocate,
         enforce_eager=c.vllm_enforce_eager or not world.cuda)
+    if world.cuda:
+        card = torch.cuda.mem_get_info()[1]
+        _, arguments["kv_cache_bytes"] = plan_memory(c, policy.config, dtype.itemsize, world.size, card)
+    if c.colocate:
+        return ColocatedEngine(**arguments)
+    return RemoteEngine(world.link, arguments)
 
 
 def train(c: Config, world: World) -> None:
@@ -885,7 +775,8 @@ def main() -> None:
     try:
         c = parse(sys.argv[1:])
         check(c)
-        train(c, World())
+        world = World(c.split)
+        colocate.serve(world.link) if world.generates else train(c, world)
         if dist.is_initialized():  # ending a vLLM engine has already destroyed it
             dist.destroy_process_group()
     except USER_ERRORS as error:

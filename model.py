@@ -10,8 +10,8 @@ attention, SwiGLU. Modules carry the checkpoint's names, so `named_parameters()`
 no mapping.
 
 Sequences are packed: a batch is a stream of tokens [T] with the lengths of its sequences beside it. Only
-attention knows where one sequence ends; it is passed in as `attend(layer, q, k, v)`, which is how training
-(`PackedAttention`) and sampling (`KVCache`) share every other line.
+attention knows where one sequence ends; it is passed in as `attend(q, k, v)`, one for each layer, which is
+how training (`PackedAttention`) and sampling (`KVCache`) share every other line.
 
 `write_tiny_model` makes a model to try everything on, without any download.
 
@@ -35,6 +35,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.utils.checkpoint import checkpoint
 
 SUPPORTED = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -42,7 +43,7 @@ NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 ROPE_KEYS = {"default": (), "linear": ("factor",), "llama3": (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
 FILES = ("model*.safetensors", "*.json", "*.jinja", "merges.txt", "tokenizer.model", "LICENSE*")
-LOGITS_IN_FLIGHT = 2**27  # elements of one [chunk, vocabulary] block: 512 MiB in fp32
+LOGITS_IN_FLIGHT = {"cpu": 2**27, "cuda": 2**29}  # elements of one [chunk, vocabulary] block
 
 
 class UserError(ValueError):
@@ -169,9 +170,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 # ---- The transformer ---------------------------------------------------------------------------------------
 
 class Attention(nn.Module):
-    def __init__(self, c: ModelConfig, layer: int):
+    def __init__(self, c: ModelConfig):
         super().__init__()
-        self.layer, self.head_dim = layer, c.head_dim
+        self.head_dim = c.head_dim
         self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=c.qkv_bias)
         self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.qkv_bias)
         self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.qkv_bias)
@@ -183,7 +184,7 @@ class Attention(nn.Module):
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim))
                    for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
+        return self.o_proj(attend(q, k, v).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -198,10 +199,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, c: ModelConfig, layer: int):
+    def __init__(self, c: ModelConfig):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(c, layer)
+        self.self_attn = Attention(c)
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MLP(c)
 
@@ -214,7 +215,7 @@ class Decoder(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(Block(c, i) for i in range(c.num_hidden_layers))
+        self.layers = nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers))
         self.norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
 
 
@@ -225,6 +226,7 @@ class Policy(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
+        self.run_block = Block.forward
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -237,19 +239,30 @@ class Policy(nn.Module):
     def inv_freq(self) -> torch.Tensor:
         return rope_frequencies(self.config).to(self.model.norm.weight.device)
 
-    def forward(self, tokens, positions, attend) -> torch.Tensor:
-        """tokens, positions int64 [T] → normed hidden states [T, hidden]; `head_weight` makes them logits."""
+    def forward(self, tokens, positions, attends, run_block=Block.forward) -> torch.Tensor:
+        """tokens, positions int64 [T] → normed hidden states [T, hidden]; `head_weight` makes them logits.
+
+        attends: for each layer, attend(q, k, v). run_block: how a block is called.
+        """
         x = self.model.embed_tokens(tokens)
         angles = positions[:, None].float() * self.inv_freq
         cos, sin = (f(angles).to(x.dtype)[:, None] for f in (torch.cos, torch.sin))  # [T, 1, head_dim / 2]
-        for block in self.model.layers:
-            x = block(x, cos, sin, attend)
+        for block, attend in zip(self.model.layers, attends):
+            x = run_block(block, x, cos, sin, attend)
         return self.model.norm(x)
 
     def packed(self, tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """tokens [sum(lengths)], the sequences one after the other → hidden states [sum(lengths), hidden]."""
         attend = PackedAttention(lengths, tokens.device, self.model.norm.weight.dtype)
-        return self(tokens, attend.positions, attend)
+        return self(tokens, attend.positions, [attend] * len(self.model.layers), self.run_block)
+
+    def training_mode(self, *, compiled: bool = False, recompute: bool = False) -> None:
+        """How `packed` runs its blocks. compiled: torch.compile fuses what lies between the matrix products;
+        one graph serves all layers and lengths. recompute: the backward pass computes each block once more,
+        so that only the blocks' inputs are kept (Chen et al. 2016)."""
+        run = torch.compile(Block.forward, dynamic=True) if compiled else Block.forward
+        keep = dict(use_reentrant=False, preserve_rng_state=False)  # no block draws random numbers
+        self.run_block = functools.partial(checkpoint, run, **keep) if recompute else run
 
     @classmethod
     def from_folder(cls, folder, device="cpu", dtype=torch.float32) -> "Policy":
@@ -274,12 +287,17 @@ class Policy(nn.Module):
             raise UserError(f"{folder} lacks {len(missing)} tensors, among them {min(missing)}")
         return policy
 
+    @functools.cached_property
+    def size(self) -> int:
+        """Parameters; a tied table counts once."""
+        return sum(p.numel() for p in self.parameters())
+
     def update_flops(self, lengths: list[int]) -> float:
         """Useful operations of forward and backward over sequences of these lengths: 6 N a token, and causal
         attention (PaLM, appendix B, halved)."""
-        c, parameters = self.config, sum(p.numel() for p in self.parameters())
+        c, tokens = self.config, sum(lengths)
         attention = 6 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * sum(n * n for n in lengths)
-        return 6 * parameters * sum(lengths) + attention
+        return 6 * self.size * tokens + attention
 
     def save(self, folder, source=None) -> None:
         """Writes model.safetensors in the working dtype; config, tokenizer and such come from `source`."""
@@ -330,6 +348,65 @@ def read_tensor(file, path: Path, name: str, parameters: dict[str, torch.Tensor]
     parameters[name].data.copy_(tensor)
 
 
+# ---- What an update costs ----------------------------------------------------------------------------------
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, from the data sheets
+
+
+def kv_cache_bytes(c: ModelConfig, tokens: int, size: int) -> int:
+    """Keys and values of that many tokens; size: bytes of an element."""
+    return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size * tokens
+
+
+def memory_plan(c: ModelConfig, *, size: int, ranks: int, micro_batch: int, cache_tokens: int,
+                engine_limit: float, recompute: bool, compiled: bool) -> dict[str, dict[str, float]]:
+    """Bytes on each GPU in the two halves of a step: {"training": {what: bytes}, "generating": {…}}.
+
+    size: bytes of a working weight. ranks: over which the optimizer is cut. micro_batch: tokens of one
+    forward and backward. cache_tokens: that the engine holds at once; with its weights at most engine_limit.
+    """
+    with torch.device("meta"):
+        n = sum(p.numel() for p in Policy(c).parameters())
+    heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads
+    # What the backward pass of a block needs, elements a token: its input, two norms, the sum between;
+    # queries, keys, values and what attention made of them; gate, up and their product (and silu, unfused).
+    block = 4 * c.hidden_size + heads * c.head_dim + (3 if compiled else 4) * c.intermediate_size
+    kept = c.num_hidden_layers * c.hidden_size + block if recompute else c.num_hidden_layers * block
+    logits = min(LOGITS_IN_FLIGHT["cuda"], micro_batch * c.vocab_size)  # and their gradient
+    always = {"weights": size * n, "optimizer": 12 * n / ranks, "CUDA and graphs": 2.5 * 2**30}
+    return {
+        "training": {**always, "gradients": 4 * n,
+                     "activations": size * micro_batch * (kept + 6 * c.hidden_size),
+                     "logits": 2 * size * logits + (4 + size) * c.vocab_size * c.hidden_size},
+        "generating": {**always, "engine weights": size * n,
+                       "KV cache": max(kv_cache_bytes(c, 4096, size), min(
+                           kv_cache_bytes(c, cache_tokens, size), engine_limit - size * n))}}
+
+
+def balance(costs: list[float], ranks: int) -> list[list[int]]:
+    """Indices for each rank, the largest first to the rank with the least so far. Same on every rank."""
+    parts, load = [[] for _ in range(ranks)], [0] * ranks
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        rank = min(range(ranks), key=lambda r: (load[r], r))
+        parts[rank].append(i)
+        load[rank] += costs[i]
+    return parts
+
+
+def pack(lengths: list[int], budget: int) -> list[list[int]]:
+    """Indices for each micro-batch, first fit, longest first. A sequence over the budget travels alone."""
+    bins, room = [], []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fit = next((b for b, free in enumerate(room) if lengths[i] <= free), None)
+        if fit is None:
+            bins.append([i])
+            room.append(budget - lengths[i])
+        else:
+            bins[fit].append(i)
+            room[fit] -= lengths[i]
+    return bins
+
+
 # ---- Attention over packed sequences -----------------------------------------------------------------------
 
 @functools.cache
@@ -341,8 +418,7 @@ def flash_attention():
 
 
 class PackedAttention:
-    """Causal attention inside each sequence of a flat stream: attend(layer, q, k, v) with q [T, heads,
-    head_dim].
+    """Causal attention inside each sequence of a flat stream: attend(q, k, v), q [T, heads, head_dim].
 
     Half precision on CUDA goes through FlashAttention with cumulative lengths. Elsewhere the stream is laid
     out as [sequences, longest]: padding stands on the right, where the causal mask hides it from every real
@@ -355,7 +431,8 @@ class PackedAttention:
         starts = torch.repeat_interleave(ends - host, host)
         self.longest, column = max(lengths), torch.arange(sum(lengths)) - starts
         self.positions = column.to(device)  # [T] place of each token inside its own sequence
-        self.flash = torch.device(device).type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        half = torch.device(device).type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        self.flash = flash_attention() if half else None
         if self.flash:
             self.cumulative = F.pad(ends, (1, 0)).to(device, torch.int32)
         else:
@@ -363,9 +440,9 @@ class PackedAttention:
             rows = torch.repeat_interleave(torch.arange(len(lengths)), host)
             self.place = (rows * self.longest + column).to(device)  # [T] → place in [sequences · longest]
 
-    def __call__(self, layer: int, q, k, v) -> torch.Tensor:
+    def __call__(self, q, k, v) -> torch.Tensor:
         if self.flash:
-            return flash_attention()(q, k, v, self.cumulative, self.cumulative, self.longest, self.longest)
+            return self.flash(q, k, v, self.cumulative, self.cumulative, self.longest, self.longest)
         q, k, v = (self.pad(x) for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)[self.place]
@@ -379,23 +456,20 @@ class PackedAttention:
 
 class ChunkedLogprobs(torch.autograd.Function):
     """log softmax(h W^T / temperature)[target] and the entropy, a chunk of rows at a time, recomputed
-    backward.
-
-    With p = softmax(z), z = h W^T / temperature: d log p[target] / d z = onehot(target) - p. The gradient of
-    W is summed in fp32 over the chunks. The entropy is a metric and carries no gradient.
+    backward. The gradient of W is summed in fp32 over the chunks. The entropy is a metric without gradient.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk):
         accumulate = torch.promote_types(hidden.dtype, torch.float32)
-        logp, entropy, lse = torch.empty(3, len(targets), dtype=accumulate, device=hidden.device)
+        outputs = torch.empty(3, len(targets), dtype=accumulate, device=hidden.device)
         for s in range(0, len(targets), chunk):
             rows = slice(s, s + chunk)
-            z = scaled_logits(hidden[rows], weight, temperature)  # [chunk, vocabulary]
-            lse[rows] = z.logsumexp(-1)
-            logp[rows] = z.gather(-1, targets[rows, None]).squeeze(-1) - lse[rows]
-            p = (z - lse[rows, None]).exp_()
-            entropy[rows] = lse[rows] - p.mul_(z).sum(-1)
+            logits = F.linear(hidden[rows], weight)  # [chunk, vocabulary]
+            parts = fused(chunk_logprobs, logits)(logits, targets[rows], temperature)
+            for whole, part in zip(outputs, parts):
+                whole[rows] = part
+        logp, entropy, lse = outputs
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.mark_non_differentiable(entropy)
@@ -407,29 +481,51 @@ class ChunkedLogprobs(torch.autograd.Function):
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=lse.dtype)
         for s in range(0, len(targets), ctx.chunk):
             rows = slice(s, s + ctx.chunk)
-            scale = grad_logp[rows, None] / ctx.temperature
-            z = scaled_logits(hidden[rows], weight, ctx.temperature)
-            grad = z.sub_(lse[rows, None]).exp_().mul_(-scale)
-            grad.scatter_add_(-1, targets[rows, None], scale)
-            grad = grad.to(hidden.dtype)
+            logits = F.linear(hidden[rows], weight)
+            grad = fused(chunk_gradient, logits)(logits, targets[rows], lse[rows], grad_logp[rows],
+                                                 ctx.temperature)
             grad_hidden[rows] = grad @ weight
             grad_weight += grad.T @ hidden[rows]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
-def scaled_logits(hidden, weight, temperature: float) -> torch.Tensor:
-    """[rows, vocabulary] in at least fp32; the matrix product is in the working dtype, as it is in vLLM."""
-    z = F.linear(hidden, weight)
-    return z.to(torch.promote_types(z.dtype, torch.float32)).div_(temperature)
+def chunk_logprobs(logits, targets, temperature: float):
+    """logits [rows, vocabulary] → log-probability of the targets, entropy, log-sum-exp; each [rows]."""
+    z = scaled(logits, temperature)
+    lse = z.logsumexp(-1)
+    logp = z.gather(-1, targets[:, None]).squeeze(-1) - lse
+    return logp, lse - ((z - lse[:, None]).exp() * z).sum(-1), lse
+
+
+def chunk_gradient(logits, targets, lse, grad_logp, temperature: float):
+    """d loss / d logits: with p = softmax(z), z = logits / temperature, d logp[target] / d z = onehot - p."""
+    p = (scaled(logits, temperature) - lse[:, None]).exp()
+    onehot = targets[:, None] == torch.arange(logits.shape[-1], device=logits.device)
+    return ((onehot.to(p.dtype) - p) * (grad_logp / temperature)[:, None]).to(logits.dtype)
+
+
+def scaled(logits, temperature: float):
+    """In at least fp32; the matrix product before was in the working dtype, as it is in vLLM."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
+def fused(function, tensor):
+    """On a GPU the function as one or two kernels, which read the bf16 logits and hold no fp32 copy."""
+    return compiled(function) if tensor.is_cuda else function
+
+
+@functools.cache
+def compiled(function):
+    return torch.compile(function, dynamic=True)
 
 
 def token_logprobs(hidden, weight, targets, temperature: float = 1.0, chunk: int | None = None):
     """Log-probability of each target under softmax(logits / temperature), and the entropy there in nats.
 
     hidden [T, hidden] predicts targets int64 [T]; weight [vocabulary, hidden]. Returns two float [T]; only
-    the first has a gradient. Holds at most chunk × vocabulary logits (default 2**27 elements).
+    the first has a gradient. Holds at most chunk × vocabulary logits (default LOGITS_IN_FLIGHT).
     """
-    chunk = chunk or max(1, LOGITS_IN_FLIGHT // weight.shape[0])
+    chunk = chunk or max(1, LOGITS_IN_FLIGHT[hidden.device.type] // weight.shape[0])
     return ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk)
 
 
@@ -448,11 +544,15 @@ class KVCache:
         self.rows = torch.arange(len(lengths), device=weight.device)
         self.prompt_rows = self.rows.repeat_interleave(self.used)
 
+    def attends(self, how) -> list:
+        """`prefill` or `step` of every layer."""
+        return [functools.partial(how, layer) for layer in range(len(self.k))]
+
     def prefill(self, layer: int, q, k, v) -> torch.Tensor:
         """attend() over whole prompts, packed."""
         self.k[layer, self.prompt_rows, self.packed.positions] = k
         self.v[layer, self.prompt_rows, self.packed.positions] = v
-        return self.packed(layer, q, k, v)
+        return self.packed(q, k, v)
 
     def step(self, layer: int, q, k, v) -> torch.Tensor:
         """attend() for one new token a sequence, q [batch, heads, head_dim], at position `used`."""
@@ -480,11 +580,11 @@ def sample(policy: Policy, prompts: list[list[int]], max_tokens: int, temperatur
     uniform = [torch.rand(max_tokens, dtype=torch.float64, generator=g) for g in generators]
     uniform = torch.stack(uniform).to(device)  # [batch, max_tokens]
     tokens = torch.tensor([t for p in prompts for t in p], device=device)
-    hidden = policy(tokens, cache.packed.positions, cache.prefill)[cache.used.cumsum(0) - 1]
+    hidden = policy(tokens, cache.packed.positions, cache.attends(cache.prefill))[cache.used.cumsum(0) - 1]
     eos, count = torch.tensor(eos_token_ids, device=device), torch.zeros_like(cache.used)
     ids, logps, done = [], [], torch.zeros_like(count, dtype=torch.bool)
     for t in range(max_tokens):
-        logp = scaled_logits(hidden, policy.head_weight, temperature or 1.0).log_softmax(-1)
+        logp = scaled(F.linear(hidden, policy.head_weight), temperature or 1.0).log_softmax(-1)
         token = draw(logp, uniform[:, t]) if temperature > 0 else logp.argmax(-1)
         ids.append(token)
         logps.append(logp.gather(-1, token[:, None]).squeeze(-1))
@@ -492,7 +592,7 @@ def sample(policy: Policy, prompts: list[list[int]], max_tokens: int, temperatur
         done = done | torch.isin(token, eos)
         if t + 1 == max_tokens or bool(done.all()):
             break
-        hidden = policy(token, cache.used, cache.step)
+        hidden = policy(token, cache.used, cache.attends(cache.step))
         cache.used = cache.used + 1
     columns = zip(torch.stack(ids, 1).tolist(), torch.stack(logps, 1).tolist(), count.tolist())
     return [(i[:n], p[:n]) for i, p, n in columns]

@@ -92,7 +92,7 @@ class RecordingEngine(ColocatedEngine):
     """Everything of ColocatedEngine but vLLM, which is a recorder."""
 
     def __init__(self, cuda: bool, tied: bool, sums_agree: bool = True):
-        self.calls, self.cuda, self.tied, self.times = [], cuda, tied, {}
+        self.calls, self.cuda, self.sleeps, self.tied, self.times = [], cuda, cuda, tied, {}
         self.expected = {"model.embed_tokens.weight": (4, 2)}
         self.awake, self.llm, agree = False, self, sums_agree
 

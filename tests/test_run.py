@@ -14,7 +14,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 from test_colocate import torchrun
 
 from data import Tokenizer, load_prompts
-from minigrpo import METRICS
+from checkpoint import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 
