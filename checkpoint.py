@@ -2,7 +2,8 @@
 
     run = Run(c, world)                              # takes the folder; goes back to its last checkpoint
     start = run.state["step"]
-    run.record({"step": 7, "reward": 0.5}, rollouts)          # a row of metrics.jsonl, rollouts/step_7.jsonl
+    run.write_rollouts(7, rollouts)                           # rollouts/step_7.jsonl
+    run.record({"step": 7, "reward": 0.5})                    # a row of metrics.jsonl
     run.save(policy, optimizer, source, 8)                    # step_8/, then `latest` points to it
 
     config.json       the options; another run with others does not write here
@@ -20,6 +21,7 @@ import json
 import math
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
@@ -49,7 +51,7 @@ class Run:
         self.options = {k: v for k, v in dataclasses.asdict(c).items() if k not in ("out", "fresh")}
         digest = hashlib.sha256(json.dumps(self.options, sort_keys=True).encode()).hexdigest()[:8]
         self.folder = Path(c.out or f"runs/{Path(c.model).name}-{Path(c.data).stem}-{digest}")
-        self.latest = self.folder / "latest"
+        self.latest, self.writer, self.writing = self.folder / "latest", ThreadPoolExecutor(1), []
         self.state = world.gather(self.begin() if self.writes else None)[0]  # what `latest` says
 
     def begin(self) -> dict:
@@ -95,19 +97,29 @@ class Run:
         metrics.with_suffix(".partial").write_text("".join(kept))
         metrics.with_suffix(".partial").replace(metrics)
 
-    def record(self, row: dict, rollouts: list) -> None:
-        """Appends a row to metrics.jsonl; completions go to rollouts/, which keeps the last steps."""
+    def record(self, row: dict) -> None:
+        """Appends a row to metrics.jsonl, once the step's rollouts are written."""
         if not self.writes:
             return
+        for writing in self.writing:
+            writing.result()  # a full disk is an error of this step
         with open(self.folder / "metrics.jsonl", "a") as file:
             number = lambda v: v if v is None or math.isfinite(v) else None  # JSON has no NaN
             file.write(json.dumps({key: number(row.get(key)) for key in METRICS}) + "\n")
-        if rollouts and self.c.save_rollouts:
-            folder = self.folder / "rollouts"
-            folder.mkdir(exist_ok=True)
-            lines = [json.dumps(dataclasses.asdict(r), ensure_ascii=False) + "\n" for r in rollouts]
-            (folder / f"step_{row['step']}.jsonl").write_text("".join(lines), encoding="utf-8")
-            (folder / f"step_{row['step'] - self.c.save_rollouts}.jsonl").unlink(missing_ok=True)
+
+    def write_rollouts(self, step: int, rollouts: list) -> None:
+        """Begins to write rollouts/step_N.jsonl, beside what follows: the update leaves the CPU idle. Of the
+        steps the last save_rollouts are kept."""
+        if self.writes and self.c.save_rollouts:
+            self.writing = [self.writer.submit(self._write_rollouts, step, rollouts)]
+
+    def _write_rollouts(self, step: int, rollouts: list) -> None:
+        folder = self.folder / "rollouts"
+        folder.mkdir(exist_ok=True)
+        with open(folder / f"step_{step}.jsonl", "w", encoding="utf-8") as file:
+            for rollout in rollouts:
+                file.write(json.dumps(vars(rollout), ensure_ascii=False) + "\n")
+        (folder / f"step_{step - self.c.save_rollouts}.jsonl").unlink(missing_ok=True)
 
     def print_line(self, row: dict) -> None:
         """One line a step, for a person."""

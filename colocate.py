@@ -89,7 +89,7 @@ class ColocatedEngine:
                 logprobs_mode="processed_logprobs",  # of what was sampled from: log softmax(logits / T)
                 generation_config="vllm",  # not the model's: it may hide a top_p or a penalty
                 skip_tokenizer_init=True, seed=0, disable_log_stats=True)
-        self.core = self.llm.llm_engine.engine_core
+        self.core, self.given_back = self.llm.llm_engine.engine_core, 0  # bytes, by the last sleep
         self.awake = False
         self.weight_version = None
         self.checksums = None  # (pushed, engine) of the last push, CUDA only
@@ -108,7 +108,7 @@ class ColocatedEngine:
         if self.tied and not self.cuda:
             # The CPU engine keeps a repacked copy of the table for its head; CUDA shares one tensor.
             pairs.append(("lm_head.weight", dict(pairs)["model.embed_tokens.weight"]))
-        if self.sleeps:
+        if self.sleeps and torch.cuda.mem_get_info()[0] < self.given_back + 2**30:
             torch.cuda.empty_cache()  # what the trainer's allocator hoards, the engine cannot have
         self.timed("wake", lambda: self.sleeps and self.llm.wake_up(tags=["weights"]))
         self.timed("push", lambda: self.push(pairs))
@@ -182,9 +182,22 @@ class ColocatedEngine:
     def sleep(self) -> None:
         """Discards weights and KV cache. A CPU engine keeps its memory, but counts as empty all the same."""
         self.awake = False
-        gc.freeze()  # vLLM collects garbage here: not that of the trainer, whose many objects cost 0.1 s
-        self.timed("sleep", lambda: self.sleeps and self.llm.sleep(level=2))
-        gc.unfreeze()
+        self.timed("sleep", self.discard)
+
+    def discard(self) -> None:
+        """vLLM collects garbage and empties torch's cache on the way, in which the trainer's objects and its
+        gigabytes would be gone over and asked for again at every step: neither is needed for the engine's."""
+        if not self.sleeps:
+            return
+        before, empty_cache = torch.cuda.mem_get_info()[0], torch.cuda.empty_cache
+        gc.freeze()
+        torch.cuda.empty_cache = lambda: None
+        try:
+            self.llm.sleep(level=2)
+        finally:
+            torch.cuda.empty_cache = empty_cache
+            gc.unfreeze()
+        self.given_back = torch.cuda.mem_get_info()[0] - before
 
     def close(self) -> None:
         """Ends the engine and, as vLLM does, the default process group. Only ever the last call."""

@@ -704,7 +704,7 @@ def train(c: Config, world: World) -> None:
                 after = row["eval/accuracy"] = evaluate(engine, held_out, tokenizer, scorer, c, world)
             before = after if step == 0 else before
         if last:
-            run.record(row, [])
+            run.record(row)
             break
         indices = prompt_indices(step, c.prompts_per_step, len(prompts.train), c.seed)
         mine = world.share([(slot, prompts.train[i]) for slot, i in enumerate(indices)])
@@ -721,12 +721,13 @@ def train(c: Config, world: World) -> None:
             score_rollouts(rollouts, mine, scorer, c)
             rollouts = [r for part in world.gather(rollouts) for r in part]  # by slot: shares are contiguous
         scores = assign_advantages(rollouts, c)                                                 # 5. advantage
+        run.write_rollouts(step, rollouts)
         rate = learning_rate_at(step, c)
         with watch("update"):                                                                   # 6. update
             sums = update(policy, optimizer, rollouts, rate, c, world)
         row |= {"learning_rate": rate, "time/step": world.now() - began}                        # 7. record
         row |= step_metrics(rollouts, scores, sums, policy, world, row)
-        run.record(row, rollouts)
+        run.record(row)
         run.print_line(row)
         health.check(row)
         stopped = any(world.gather(stop.wanted))  # a signal may have reached one rank only

@@ -130,7 +130,6 @@ def report(args, c, seen: dict, rows: list[dict], gpus: int) -> None:
     rows, median = rows[1:-1], statistics.median  # the first compiles, the last only wakes
     stages = ("wake", "generate", "sleep", "reward", "update")
     part = {name: median(row[f"time/{name}"] for row in rows) for name in stages}
-    whole_wake = part["wake"]
     if seen["times"]:
         part |= {name: median(times[name] for times in seen["times"][1:-1]) for name in ("wake", "push", "kv")}
     else:  # --split: the engine is in another process
@@ -138,10 +137,10 @@ def report(args, c, seen: dict, rows: list[dict], gpus: int) -> None:
         seen["wakes"] = [0.0] * 2
     whole = median(row["time/step"] for row in rows)
     walls = [b - a for a, b in zip(seen["wakes"][1:], seen["wakes"][2:])] or [whole]  # recording included
-    covered = whole_wake + sum(part[name] for name in stages[1:])
+    covered = median(sum(row[f"time/{name}"] for name in stages) / row["time/step"] for row in rows)
     row = {
         "label": args.label, "command": " ".join(sys.argv), "gpus": gpus, "step_s": whole, "wall_s": median(walls),
-        "parts_s": part, "parts_over_step": covered / whole,
+        "parts_s": part, "parts_over_step": covered,
         "completion_tokens_per_second_per_gpu": median(r["tokens_per_second_per_gpu"] for r in rows),
         "trained_tokens": median(r["trained_tokens"] for r in rows),
         "seconds_per_million_trained_tokens": whole / median(r["trained_tokens"] for r in rows) * 1e6,

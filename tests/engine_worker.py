@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import random
 import sys
 from pathlib import Path

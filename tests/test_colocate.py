@@ -1,7 +1,6 @@
 """The real vLLM engine on two CPU ranks: invariants H1 to H5, and tests of their tests (red when broken)."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -94,7 +93,7 @@ class RecordingEngine(ColocatedEngine):
     def __init__(self, cuda: bool, tied: bool, sums_agree: bool = True):
         self.calls, self.cuda, self.sleeps, self.tied, self.times = [], cuda, cuda, tied, {}
         self.expected = {"model.embed_tokens.weight": (4, 2)}
-        self.awake, self.llm, agree = False, self, sums_agree
+        self.awake, self.llm, self.given_back, agree = False, self, 10 * 2**30, sums_agree
 
         def record(name, result=None):
             return lambda *args, **kwargs: (self.calls.append((name, *args, *kwargs.get("tags", ()))), result)[1]
@@ -108,13 +107,17 @@ class RecordingEngine(ColocatedEngine):
 def test_h3_order_of_waking(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: engine.calls.append(("empty_cache",)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    engine = RecordingEngine(cuda=True, tied=True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * 2**30))
+    engine, free = RecordingEngine(cuda=True, tied=True), 10 * 2**30  # what it gave back, and nothing to spare
     weights = [("model.embed_tokens.weight", torch.arange(8).view(4, 2).float())]
     engine.wake(weights, version=5)
     assert [c[:2] for c in engine.calls] == [
         ("empty_cache",), ("wake_up", "weights"), ("apply_model",), ("wake_up", "kv_cache"),
         ("reset_prefix_cache",), ("apply_model",)]  # the first apply_model pushes, the second sums
     assert engine.awake and engine.weight_version == 5
+    engine.calls, free = [], 12 * 2**30
+    engine.wake(weights)
+    assert engine.calls[0] == ("wake_up", "weights")  # with room for the engine the trainer keeps its cache
     broken = RecordingEngine(cuda=True, tied=True, sums_agree=False)
     with pytest.raises(RuntimeError, match="handoff broken"):
         broken.wake(weights)

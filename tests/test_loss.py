@@ -15,9 +15,9 @@ from checkpoints import write_checkpoint
 from ranks import (
     BUDGETS, CASES, EOS, INF, LONGEST, NAN, SMALL, TEMPERATURE, Reduced, ragged_rollouts, rollout)
 
-import checkpoint
 import minigrpo
 from data import Prompt, sample_seed
+from checkpoint import METRICS
 from minigrpo import (
     Config, World, assign_advantages, completion_weights, group_advantages, policy_loss, update)
 from model import Policy
@@ -622,7 +622,7 @@ def test_more_ranks_than_prompts_give_the_same_run(runs, prompts, size):
     one, many = (rows_of(run / "metrics.jsonl") for run in (alone, shared))
     assert len(one) == len(many) == 3
     for a, b in zip(one, many):
-        assert a.keys() == b.keys() == set(checkpoint.METRICS)
+        assert a.keys() == b.keys() == set(METRICS)
         for key in a:
             if not key.startswith(("time/", "tokens_per")):
                 assert a[key] == b[key] or a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-5), key

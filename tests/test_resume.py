@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from minigrpo import Config, ShardedAdamW, World
-from model import ModelConfig, Policy, write_tiny_model
+from model import Policy, write_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = ["--max_steps", "36", "--save_steps", "3", "--eval_steps", "5", "--prompts_per_step", "6", "--num_generations",
