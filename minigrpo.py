@@ -106,8 +106,8 @@ class Config:
     max_grad_norm: float = option(1.0, "the gradient's norm over all parameters is clipped to this")
     micro_batch_tokens: int = option(16384, "tokens of one forward and backward; lower it when out of memory")
     recompute: bool = option(False, "keep no activations between forward and backward: a third more work")
-    compile: str = option("auto", "fuse layers with torch.compile: 10 to 15 s at the start, updates a quarter "
-                          "shorter; auto: on a GPU, from 0.4 billion parameters", choices=("auto", "on", "off"))
+    compile: str = option("auto", "fuse layers with torch.compile, 10 to 15 s at first, updates a quarter "
+                          "shorter; auto: GPUs, from 0.4 billion parameters", choices=("auto", "on", "off"))
     dtype: str = option("auto", "working weights; auto is bfloat16 on a GPU, float32 on a CPU",
                         choices=("auto", "bfloat16", "float32"))
     # the run
@@ -627,7 +627,8 @@ def load(c: Config, folder: Path, weights: Path,
         prompts.notes.append(plan_memory(c, config, dtype.itemsize, world.size, card)[0])
     policy = Policy.from_folder(weights, world.device, dtype)
     worthwhile = world.cuda and policy.size > 4e8  # smaller ones wait for the CPU, compiled or not
-    policy.training_mode(compiled=c.compile == "on" or c.compile == "auto" and worthwhile, recompute=c.recompute)
+    compiled = {"auto": worthwhile, "on": True, "off": False}[c.compile]
+    policy.training_mode(compiled=compiled, recompute=c.recompute)
     return tokenizer, prompts, held_out, scorer, policy
 
 
@@ -639,7 +640,8 @@ def plan_memory(c: Config, m: ModelConfig, size: int, ranks: int, card: int) -> 
     longest, whole = c.max_prompt_length + c.max_completion_length, c.prompts_per_step * c.num_generations
     at_once = whole if c.split else -(-c.prompts_per_step // ranks) * c.num_generations  # in one engine
     halves = memory_plan(
-        m, size=size, ranks=ranks, recompute=c.recompute, compiled=c.compile != "off", cache_tokens=at_once * longest,
+        m, size=size, ranks=ranks, recompute=c.recompute, compiled=c.compile != "off",
+        cache_tokens=at_once * longest,
         micro_batch=min(max(c.micro_batch_tokens, longest), -(-whole // ranks) * longest),
         engine_limit=(0.85 if c.split else c.vllm_gpu_memory_utilization) * card)
     words = "\n".join(f"{name} {sum(half.values()) / 2**30:.1f} = " + " + ".join(
