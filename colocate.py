@@ -23,6 +23,7 @@ import contextlib
 import datetime
 import gc
 import importlib.metadata
+import itertools
 import json
 import os
 import pickle
@@ -90,6 +91,9 @@ class ColocatedEngine:
                 generation_config="vllm",  # not the model's: it may hide a top_p or a penalty
                 skip_tokenizer_init=True, seed=0, disable_log_stats=True)
         self.core, self.given_back = self.llm.llm_engine.engine_core, 0  # bytes, by the last sleep
+        # Never twice: scheduling runs a step ahead, so the step after the last EOS is still in flight when
+        # generate returns, and its tokens would go to whoever has the name by then.
+        self.names = itertools.count()
         self.awake = False
         self.weight_version = None
         self.checksums = None  # (pushed, engine) of the last push, CUDA only
@@ -146,7 +150,7 @@ class ColocatedEngine:
                     stop_token_ids=eos_token_ids, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0,
                     presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0, ignore_eos=False, logprobs=0,
                     detokenize=False)
-                name = str(len(samples))
+                name = str(next(self.names))
                 samples[name] = [], []
                 self.core.add_request(self.request(
                     request_id=name, prompt_token_ids=list(prompt), sampling_params=parameters,

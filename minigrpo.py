@@ -543,8 +543,8 @@ class Stop:
 class Health:
     """Ends a run whose numbers have gone wrong, with the reason. Its inputs are the same on every rank."""
 
-    def __init__(self, c: Config):
-        self.c, self.skipped, self.suspicious, self.gaps = c, 0, 0, []
+    def __init__(self, c: Config, speaks: bool = False):
+        self.c, self.speaks, self.skipped, self.suspicious, self.gaps = c, speaks, 0, 0, []
 
     def check(self, row: dict) -> None:
         """Raises UserError after max_skipped updates skipped in a row, or three steps of a gap far off."""
@@ -557,6 +557,8 @@ class Health:
         usual = statistics.median(self.gaps) if len(self.gaps) == 10 else math.inf
         self.gaps = [*self.gaps, gap][:10]  # what is healthy shows in the first ten steps
         self.suspicious = self.suspicious + 1 if gap > max(0.05, 3 * usual) else 0
+        if self.suspicious and self.speaks:
+            print(f"warning: gap {gap:.3f} at step {row['step'] + 1}, {usual:.3f} at first", flush=True)
         if self.suspicious >= 3:
             raise UserError(f"sampler and trainer differ by {gap:.3f} in log-probability, at first by "
                             f"{usual:.3f}: the engine no longer computes what the policy computes")
@@ -673,7 +675,7 @@ def build_engine(c: Config, folder: Path, policy: Policy, world: World):
 
 def train(c: Config, world: World) -> None:
     """The run: seven stages a step; after the last update one more wake to evaluate what came out."""
-    run, stop, health = Run(c, world), Stop(), Health(c)
+    run, stop, health = Run(c, world), Stop(), Health(c, world.rank == 0)
     say = functools.partial(print, flush=True) if world.rank == 0 else lambda *a: None
     if run.state.get("finished"):
         return say(f"{run.folder} holds a finished run: {run.state['result']} (--fresh starts anew)")
@@ -717,7 +719,8 @@ def train(c: Config, world: World) -> None:
             engine.sleep()
         if world.cuda:
             free, total = torch.cuda.mem_get_info()  # of the whole card: torch counts only its own
-            row["memory/asleep_gib"] = (total - free) / 2**30
+            idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # kept for the next update
+            row["memory/asleep_gib"] = (total - free - idle) / 2**30
             torch.cuda.reset_peak_memory_stats()
         with watch("reward"):                                                                   # 4. reward
             scorer.state.update(global_step=step, max_steps=c.max_steps)
