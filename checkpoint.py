@@ -21,6 +21,7 @@ import json
 import math
 import os
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -136,11 +137,25 @@ class Run:
               f"  handoff {row['time/wake'] + row['time/sleep']:.2f}s"
               f"  {done / total:.0%}, {left // 60:.0f}m{left % 60:02.0f}s left", flush=True)
 
+    def size(self, optimizer) -> int:
+        """Bytes of a checkpoint: the weights, and three numbers a parameter in the optimizer's precision."""
+        return optimizer.weights.nbytes + 3 * optimizer.master.nbytes * self.world.size
+
+    def seconds_to_save(self, optimizer) -> float:
+        """A guess, from writing 32 MiB here. torchrun waits 30 s for a run that it was told to end."""
+        if not self.writes:
+            return 0.0
+        probe, start = self.folder / "probe.partial", time.perf_counter()
+        probe.write_bytes(os.urandom(2**25))
+        sync(probe)
+        probe.unlink()
+        return (time.perf_counter() - start) * self.size(optimizer) / 2**25
+
     def save(self, policy, optimizer, source: Path, step: int, **state) -> None:
         """Writes step_N, every rank its optimizer shard. Raises UserError where the disk lacks room."""
         folder, partial = self.folder / f"step_{step}", self.folder / f"step_{step}.partial"
         if self.writes:
-            needed = optimizer.weights.nbytes + 3 * optimizer.master.nbytes * self.world.size
+            needed = self.size(optimizer)
             if (free := shutil.disk_usage(self.folder).free) < 1.1 * needed:
                 raise UserError(f"{self.folder}: a checkpoint takes {needed / 2**30:.1f} GiB, only "
                                 f"{free / 2**30:.1f} are free: make room, then the same command continues")

@@ -296,17 +296,6 @@ class RemoteEngine:
             self.link.send(("close", None, None))
 
 
-def join_split(rank: int, trainers: int, device: torch.device, backend: str) -> Link | None:
-    """Ranks 0 … trainers - 1 become the default process group, the next one stays out of it; returns the link
-    between that one and rank 0, None on the others."""
-    store, _, _ = next(dist.rendezvous("env://"))  # torchrun's, for all ranks
-    link = Link(store, int(rank == trainers), device) if rank in (0, trainers) else None
-    if rank < trainers:
-        dist.init_process_group(backend, store=dist.PrefixStore("trainers", store), rank=rank,
-                                world_size=trainers)
-    return link
-
-
 def serve(link: Link) -> None:
     """The life of the generating rank: builds the engine that the first trainer describes, then does what it
     asks for until it says close."""
@@ -323,7 +312,11 @@ def serve(link: Link) -> None:
     engine = ColocatedEngine(**arguments)
     link.send("built")
     while True:
-        what, arguments, version = link.receive()
+        try:
+            what, arguments, version = link.receive()
+        except RuntimeError:
+            print("error: the trainers ended without a word", file=sys.stderr, flush=True)
+            os._exit(1)  # vLLM's threads would make an abort of it
         if what == "close":
             return engine.close()
         if what == "generate":
@@ -393,7 +386,7 @@ def check_vllm() -> None:
             break
     else:
         raise UserError("vLLM is not installed: pip install -r requirements.txt (with an NVIDIA GPU) or "
-                        "requirements-cpu.txt, or leave --colocate away")
+                        "requirements-cpu.txt, or leave --colocate and --split away")
     release = tuple(int(part) for part in version.split(".")[:2])
     if not VLLM_FIRST <= release <= VLLM_LAST:
         raise UserError(f"vLLM {version} is not supported: install one of 0.26 to 0.33, best "

@@ -22,6 +22,7 @@ Left out: see the README.
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import functools
 import itertools
 import math
@@ -31,6 +32,7 @@ import statistics
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +47,7 @@ import data
 import model
 import rewards
 from checkpoint import Run
-from colocate import ColocatedEngine, RemoteEngine
+from colocate import ColocatedEngine, Link, RemoteEngine
 from data import Prompt, PromptSet, Tokenizer, UserError, load_prompts, prompt_indices, sample_seed
 from model import (
     PEAK_FLOPS, WARM_START, ModelConfig, Policy, PolicySampler, balance, checkpoint_folder, memory_plan, pack,
@@ -116,6 +118,7 @@ class Config:
     eval_steps: int = option(50, "greedy evaluation every so many steps, and before and after; 0 never")
     save_steps: int = option(50, "a checkpoint every so many steps; the last weights are always written")
     save_total_limit: int = option(2, "checkpoints to keep")
+    timeout_minutes: float = option(30.0, "give up, naming the rank, when one is so much later than another")
     max_skipped: int = option(10, "give up after so many updates in a row whose gradient is not finite")
     save_rollouts: int = option(10, "keep the completions of the last so many steps")
     seed: int = option(0, "of the order of prompts and of every sample")
@@ -149,7 +152,7 @@ def check(c: Config) -> None:
             raise UserError(f"--{name} {getattr(c, name)}: use {use}")
     if not 0 < c.temperature < math.inf:
         raise UserError(f"--temperature {c.temperature}: use 0.7 to 1.0; at 0 all completions are alike")
-    for name in ("learning_rate", "epsilon", "max_grad_norm", "reward_timeout",
+    for name in ("learning_rate", "epsilon", "max_grad_norm", "reward_timeout", "timeout_minutes",
                  "vllm_importance_sampling_clip_max"):
         if not 0 < getattr(c, name) < math.inf:
             raise UserError(f"--{name} {getattr(c, name)}: use a value above 0, e.g. {Config.__dict__[name]}")
@@ -249,13 +252,17 @@ def learning_rate_at(step: int, c: Config) -> float:
 
 # ---- Ranks -------------------------------------------------------------------------------------------------
 
+class Stalled(Exception):
+    """A rank did not come to where the others wait."""
+
+
 class World:
     """This process among the ranks of the job; without torchrun a single one.
 
     With `split` the last rank generates: it is not counted in `size`, and `link` joins it with rank 0.
     """
 
-    def __init__(self, split: bool = False):
+    def __init__(self, split: bool = False, timeout_minutes: float = 30.0):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.cuda, self.link, self.generates = torch.cuda.is_available(), None, False
         self.device = torch.device("cpu")
@@ -266,13 +273,24 @@ class World:
             torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
         if "RANK" in os.environ:
             threading.Thread(target=self.end_with_torchrun, args=(os.getppid(),), daemon=True).start()
-            backend = "cpu:gloo,cuda:nccl" if self.cuda else "gloo"
-            if split:
-                self.size -= 1
-                self.generates = self.rank == self.size
-                self.link = colocate.join_split(self.rank, self.size, self.device, backend)
-            else:
-                dist.init_process_group(backend)
+            self.patience = datetime.timedelta(minutes=timeout_minutes)
+            self.join(split)
+
+    def join(self, split: bool) -> None:
+        store, _, _ = next(dist.rendezvous("env://"))  # torchrun's
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            # One host: after a restart torchrun's store still holds the addresses of those who died.
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+        if split:
+            self.size -= 1
+            self.generates = self.rank == self.size
+            if self.rank in (0, self.size):
+                self.link = Link(store, int(self.generates), self.device)
+        if not self.generates:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo", timeout=self.patience,
+                                    store=dist.PrefixStore("trainers", store), rank=self.rank,
+                                    world_size=self.size)
+            self.meeting = dist.new_group(backend="gloo", timeout=self.patience)
 
     @staticmethod
     def end_with_torchrun(parent: int) -> None:
@@ -280,6 +298,17 @@ class World:
         while os.getppid() == parent:
             time.sleep(1)
         os._exit(1)
+
+    def meet(self, stage: str) -> None:
+        """Returns when all ranks are here. Raises Stalled, naming those that are not in time."""
+        start = time.monotonic()
+        try:
+            if self.size > 1:
+                dist.monitored_barrier(self.meeting, self.patience, wait_all_ranks=True)
+        except RuntimeError as error:
+            if time.monotonic() - start < self.patience.total_seconds() - 1:
+                raise  # the connection broke: the other rank says why
+            raise Stalled(f"after {self.patience} at the end of {stage}: {error}") from None
 
     def gather(self, value) -> list:
         """The value of every rank, in their order, on every rank. Values are pickled and travel by CPU."""
@@ -351,12 +380,14 @@ class ShardedAdamW:
 
         A norm that is not finite changes nothing, on any rank.
         """
+        self.world.meet("the backward passes")
         grad = self.grads[self.shard]
         if self.world.size > 1:
             grad = grad if self.world.cuda else torch.empty_like(grad)  # NCCL works in place, gloo does not
             REDUCE_SCATTER(grad, self.grads)
         self.grads = None
-        squares = grad.square().sum(dtype=torch.float64)
+        # In pieces: whole, the squares and their copy in float64 would be three more buffers of this size.
+        squares = sum(part.square().sum(dtype=torch.float64) for part in grad.split(2**26))
         if self.world.size > 1:
             dist.all_reduce(squares)
         norm = math.sqrt(squares) if squares.isfinite() else math.nan
@@ -446,6 +477,7 @@ def evaluate(engine, prompts: list[Prompt], tokenizer, scorer: Scorer, c: Config
                              temperature=0.0, seeds=[0] * len(mine), eos_token_ids=tokenizer.eos_token_ids)
     scores = scorer.score([Group(p.prompt, [tokenizer.decode(ids)], [ids], p.columns)
                            for p, [(ids, _)] in zip(mine, groups)])
+    world.meet("evaluation")
     points = sum(next(iter(s.parts.values()))[0] or 0.0 for s in scores)
     return sum(world.gather(points)) / len(prompts)
 
@@ -541,34 +573,53 @@ class Stop:
 
 
 class Health:
-    """Ends a run whose numbers have gone wrong, with the reason. Its inputs are the same on every rank."""
+    """Watches the numbers of a run: warns where they look wrong, ends it where they are.
+
+    What decides is the same on every rank; rank 0 speaks.
+    """
 
     def __init__(self, c: Config, speaks: bool = False):
-        self.c, self.speaks, self.skipped, self.suspicious, self.gaps = c, speaks, 0, 0, []
+        self.c, self.speaks, self.skipped, self.suspicious, self.warned = c, speaks, 0, 0, set()
+        self.first = {"logprob_gap/mean": [], "entropy": []}  # of the first ten steps: what is healthy here
 
-    def check(self, row: dict) -> None:
+    def warn(self, step: int, text: str, once: str = "") -> None:
+        if self.speaks and once not in self.warned:
+            print(f"warning: step {step + 1}: {text}", flush=True)
+        self.warned |= {once} - {""}
+
+    def check(self, row: dict, rollouts: list[Rollout] = ()) -> None:
         """Raises UserError after max_skipped updates skipped in a row, or three steps of a gap far off."""
+        gap, step = row["logprob_gap/mean"], row["step"]
+        usual, entropy = (statistics.median(v) if len(v) == 10 else None for v in self.first.values())
+        for key, values in self.first.items():
+            self.first[key] = [*values, row[key]][:10]
         broken = row["skipped_updates"] or row["broken_logprobs"] > row["trained_tokens"]
         self.skipped = self.skipped + 1 if broken else 0
         if self.skipped >= self.c.max_skipped:
             raise UserError(f"{self.skipped} updates in a row had gradients or log-probabilities that are "
                             "not finite: lower --learning_rate")
-        gap = row["logprob_gap/mean"]
-        usual = statistics.median(self.gaps) if len(self.gaps) == 10 else math.inf
-        self.gaps = [*self.gaps, gap][:10]  # what is healthy shows in the first ten steps
-        self.suspicious = self.suspicious + 1 if gap > max(0.05, 3 * usual) else 0
-        if self.suspicious and self.speaks:
-            print(f"warning: gap {gap:.3f} at step {row['step'] + 1}, {usual:.3f} at first", flush=True)
-        if self.suspicious >= 3:
-            raise UserError(f"sampler and trainer differ by {gap:.3f} in log-probability, at first by "
-                            f"{usual:.3f}: the engine no longer computes what the policy computes")
+        off = usual is not None and gap > max(0.05, 3 * usual)
+        self.suspicious = self.suspicious + 1 if off else 0
+        if off:
+            differ = f"sampler and trainer differ by {gap:.3f} in log-probability, at first by {usual:.3f}"
+            self.warn(step, differ)
+            if self.suspicious >= 3:
+                raise UserError(f"{differ}: the engine no longer computes what the policy computes")
+        if entropy and row["entropy"] < 0.02 * entropy:
+            self.warn(step, f"entropy fell from {entropy:.2f} to {row['entropy']:.3f}: the completions of a "
+                      "prompt hardly differ, and a group without a difference teaches nothing", "entropy")
+        long = [r.completion_ids for r in rollouts if len(r.completion_ids) >= 32] if self.speaks else []
+        flooded = sum(Counter(ids).most_common(1)[0][1] > len(ids) / 2 for ids in long)
+        if flooded > len(long) / 4:
+            self.warn(step, f"one token is more than half of {flooded} of {len(long)} completions", "flood")
 
 
 @contextlib.contextmanager
 def timed(seconds: dict, stage: str, world: World):
-    """Adds the seconds spent inside as time/<stage>. Waits for the GPU at both ends."""
+    """Adds the seconds spent inside, by the slowest rank, as time/<stage>."""
     start = world.now()
     yield
+    world.meet(stage)
     seconds[f"time/{stage}"] = world.now() - start
 
 
@@ -642,15 +693,16 @@ def plan_memory(c: Config, m: ModelConfig, size: int, ranks: int, card: int) -> 
     longest, whole = c.max_prompt_length + c.max_completion_length, c.prompts_per_step * c.num_generations
     at_once = whole if c.split else -(-c.prompts_per_step // ranks) * c.num_generations  # in one engine
     halves = memory_plan(
-        m, size=size, ranks=ranks, recompute=c.recompute, compiled=c.compile != "off",
-        cache_tokens=at_once * longest,
+        m, size=size, ranks=ranks, recompute=c.recompute, compiled=c.compile != "off", shared=not c.split,
+        sequence=longest, cache_tokens=at_once * longest,
         micro_batch=min(max(c.micro_batch_tokens, longest), -(-whole // ranks) * longest),
         engine_limit=(0.85 if c.split else c.vllm_gpu_memory_utilization) * card)
     words = "\n".join(f"{name} {sum(half.values()) / 2**30:.1f} = " + " + ".join(
         f"{what} {value / 2**30:.1f}" for what, value in half.items()) for name, half in halves.items())
     words = f"GiB on each GPU, of {card / 2**30:.1f}:\n{words}"
     if sum(halves["generating"].values()) > card:
-        raise UserError(f"{words}\nlower --vllm_gpu_memory_utilization, or use more GPUs")
+        raise UserError(f"{words}\n" + ("lower --prompts_per_step" if c.split else (
+            "lower --vllm_gpu_memory_utilization, or use more GPUs")))
     if sum(halves["training"].values()) > card:
         raise UserError(f"{words}\n" + ("use --recompute" if not c.recompute else (
             f"use --micro_batch_tokens {longest}" if c.micro_batch_tokens > longest else "use more GPUs")))
@@ -694,7 +746,8 @@ def train(c: Config, world: World) -> None:
     say("\n".join([*prompts.notes, f"{len(held_out)} prompts to evaluate on"]))
     engine = build_engine(c, folder, policy, world)
     optimizer = ShardedAdamW(policy, c, world)  # after the engine: vLLM measures the memory that is free
-    say(f"{c.model} on {world.size} ranks, {c.max_steps} steps; everything is written to {run.folder}")
+    say(f"{c.model} on {world.size} ranks, {c.max_steps} steps; everything is written to {run.folder}, "
+        f"a checkpoint in about {run.seconds_to_save(optimizer):.1f} s")
     if start:
         optimizer.load(run.latest / "optimizer")
         say(f"continues after update {start}")
@@ -725,6 +778,7 @@ def train(c: Config, world: World) -> None:
         with watch("reward"):                                                                   # 4. reward
             scorer.state.update(global_step=step, max_steps=c.max_steps)
             score_rollouts(rollouts, mine, scorer, c)
+            world.meet("reward")  # before a collective, so that who is late is named
             rollouts = [r for part in world.gather(rollouts) for r in part]  # by slot: shares are contiguous
         scores = assign_advantages(rollouts, c)                                                 # 5. advantage
         run.write_rollouts(step, rollouts)
@@ -735,7 +789,7 @@ def train(c: Config, world: World) -> None:
         row |= step_metrics(rollouts, scores, sums, policy, world, row)
         run.record(row)
         run.print_line(row)
-        health.check(row)
+        health.check(row, rollouts)
         stopped = any(world.gather(stop.wanted))  # a signal may have reached one rank only
         if stopped or ((step + 1) % c.save_steps == 0 and step + 1 < c.max_steps):
             run.save(policy, optimizer, folder, step + 1, before=before, stopped=stopped,
@@ -782,14 +836,23 @@ def main() -> None:
     try:
         c = parse(sys.argv[1:])
         check(c)
-        world = World(c.split)
+        world = World(c.split, c.timeout_minutes)
         colocate.serve(world.link) if world.generates else train(c, world)
         if dist.is_initialized():  # ending a vLLM engine has already destroyed it
             dist.destroy_process_group()
     except USER_ERRORS as error:
-        time.sleep(2 * (rank > 0))  # all ranks see most errors: rank 0 says it, and torchrun ends the others
+        yield_to_torchrun(2 * (rank > 0))  # all ranks see most of them: rank 0 says it
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
+    except RuntimeError:
+        yield_to_torchrun(5 * ("RANK" in os.environ))  # perhaps another rank failed, and says why
+        raise
+
+
+def yield_to_torchrun(seconds: float) -> None:
+    """Where another rank has ended with an error, torchrun ends this one in the meantime."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(seconds)
 
 
 if __name__ == "__main__":

@@ -358,12 +358,13 @@ def kv_cache_bytes(c: ModelConfig, tokens: int, size: int) -> int:
     return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size * tokens
 
 
-def memory_plan(c: ModelConfig, *, size: int, ranks: int, micro_batch: int, cache_tokens: int,
-                engine_limit: float, recompute: bool, compiled: bool) -> dict[str, dict[str, float]]:
+def memory_plan(c: ModelConfig, *, size: int, ranks: int, micro_batch: int, sequence: int, cache_tokens: int,
+                engine_limit: float, recompute: bool, compiled: bool, shared: bool = True) -> dict:
     """Bytes on each GPU in the two halves of a step: {"training": {what: bytes}, "generating": {…}}.
 
     size: bytes of a working weight. ranks: over which the optimizer is cut. micro_batch: tokens of one
-    forward and backward. cache_tokens: that the engine holds at once; with its weights at most engine_limit.
+    forward and backward. sequence: tokens of the longest one. cache_tokens: that the engine holds at once;
+    with its weights at most engine_limit, but one sequence. shared: False for an engine on its own GPU.
     """
     with torch.device("meta"):
         n = sum(p.numel() for p in Policy(c).parameters())
@@ -378,8 +379,8 @@ def memory_plan(c: ModelConfig, *, size: int, ranks: int, micro_batch: int, cach
         "training": {**always, "gradients": 4 * n,
                      "activations": size * micro_batch * (kept + 6 * c.hidden_size),
                      "logits": 2 * size * logits + (4 + size) * c.vocab_size * c.hidden_size},
-        "generating": {**always, "engine weights": size * n,
-                       "KV cache": max(kv_cache_bytes(c, 4096, size), min(
+        "generating": {**(always if shared else {"CUDA and graphs": 2.5 * 2**30}), "engine weights": size * n,
+                       "KV cache": max(kv_cache_bytes(c, max(4096, sequence + 32), size), min(
                            kv_cache_bytes(c, cache_tokens, size), engine_limit - size * n))}}
 
 
@@ -493,8 +494,8 @@ def chunk_logprobs(logits, targets, temperature: float):
     """logits [rows, vocabulary] → log-probability of the targets, entropy, log-sum-exp; each [rows]."""
     z = scaled(logits, temperature)
     lse = z.logsumexp(-1)
-    logp = z.gather(-1, targets[:, None]).squeeze(-1) - lse
-    return logp, lse - ((z - lse[:, None]).exp() * z).sum(-1), lse
+    every = z - lse[:, None]
+    return every.gather(-1, targets[:, None]).squeeze(-1), -(every.exp() * every).sum(-1), lse
 
 
 def chunk_gradient(logits, targets, lse, grad_logp, temperature: float):

@@ -5,6 +5,7 @@ of work and the command line against values worked out by hand.
 import itertools
 import random
 import sys
+import types
 
 import pytest
 import ranks
@@ -355,7 +356,8 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
 
 
 def test_a_run_whose_numbers_go_wrong_ends_with_the_reason():
-    row = {"skipped_updates": 0, "logprob_gap/mean": 0.02, "broken_logprobs": 0, "trained_tokens": 9}
+    row = {"step": 4, "skipped_updates": 0, "logprob_gap/mean": 0.02, "broken_logprobs": 0, "trained_tokens": 9,
+           "entropy": 1.5}
     health = Health(Config(max_skipped=3))
     for skipped in (1, 1, 0, 1, 1):  # never three in a row
         health.check({**row, "skipped_updates": skipped})
@@ -373,3 +375,30 @@ def test_a_run_whose_numbers_go_wrong_ends_with_the_reason():
     health = Health(Config())
     for gap in [1e-7] * 10 + [0.049] * 20:  # under 0.05 nothing is alarming
         health.check({**row, "logprob_gap/mean": gap})
+
+
+def test_what_looks_wrong_is_a_warning_line(capsys):
+    row = {"step": 11, "skipped_updates": 0, "logprob_gap/mean": 0.02, "broken_logprobs": 0, "trained_tokens": 9,
+           "entropy": 1.5}
+    health = Health(Config(), speaks=True)
+    for _ in range(10):
+        health.check(row)
+    assert capsys.readouterr().out == ""
+    health.check({**row, "logprob_gap/mean": 1.2})  # one such step does not end the run
+    assert capsys.readouterr().out.startswith("warning: step 12: sampler and trainer differ by 1.200")
+    health.check({**row, "entropy": 0.031})  # 2 % of 1.5 is 0.03
+    assert capsys.readouterr().out == ""
+    health.check({**row, "entropy": 0.029})
+    health.check({**row, "entropy": 0.029})
+    assert capsys.readouterr().out.count("warning: step 12: entropy fell from 1.50 to 0.029") == 1  # once is enough
+    rollout = lambda ids: types.SimpleNamespace(completion_ids=ids)
+    varied, same = rollout(list(range(40))), rollout([7] * 21 + list(range(100, 119)))
+    health.check(row, [same] + [varied] * 3)  # a quarter of them, and not more
+    health.check(row, [rollout([7] * 31)] * 4)  # short ones: "1111" may be an answer
+    assert capsys.readouterr().out == ""
+    health.check(row, [same, same] + [varied] * 3)
+    assert "one token is more than half of 2 of 5 completions" in capsys.readouterr().out
+    quiet = Health(Config())
+    for _ in range(12):
+        quiet.check({**row, "logprob_gap/mean": 0.0, "entropy": 0.0}, [same])
+    assert capsys.readouterr().out == ""
