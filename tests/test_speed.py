@@ -2,6 +2,7 @@
 aside, the division of work; and the memory plan, and the benchmark itself."""
 
 import gc
+import itertools
 import json
 import random
 import re
@@ -112,7 +113,7 @@ def test_compiled_chunks_equal_autograd_in_double(dtype, rounding):
 # ---- The memory plan ---------------------------------------------------------------------------------------
 
 def plan(**changes) -> dict:
-    return memory_plan(QWEN, **{**dict(size=2, ranks=1, micro_batch=17408, cache_tokens=64 * 2176,
+    return memory_plan(QWEN, **{**dict(size=2, ranks=1, micro_batch=17408, sequence=2176, cache_tokens=64 * 2176,
                                        engine_limit=1e15, recompute=False, compiled=True), **changes})
 
 
@@ -128,6 +129,9 @@ def test_memory_plan_by_hand():
     capped = plan(engine_limit=2 * PARAMETERS + 10**9)["generating"]
     assert capped["KV cache"] + capped["engine weights"] == 2 * PARAMETERS + 10**9
     assert plan(size=4)["generating"]["KV cache"] == 2 * generating["KV cache"]
+    one = plan(engine_limit=0, sequence=16512)["generating"]["KV cache"]  # an engine that cannot hold one sequence
+    assert one == token * (16512 + 32)  # would not start
+    assert set(plan(shared=False)["generating"]) == {"CUDA and graphs", "engine weights", "KV cache"}
     # A block keeps 4 · 1,536 + (12 + 2 + 2 + 12) · 128 + 3 · 8,960 = 36,608 elements a token, 4 · 8,960 where silu is
     # not fused; with --recompute one block does, and 28 inputs; 6 · 1,536 lie around the blocks.
     for how, elements in (({}, 28 * 36_608), ({"compiled": False}, 28 * 45_568),
@@ -136,7 +140,7 @@ def test_memory_plan_by_hand():
 
 
 @pytest.mark.parametrize("micro_batch, recompute, measured, within", [
-    (17408, False, 63.4, 0.10), (34816, False, 96.7, 0.10), (34816, True, 43.2, 0.25)])
+    (17408, False, 63.4, 0.10), (34816, False, 96.7, 0.10)])
 def test_memory_plan_against_what_was_measured(micro_batch, recompute, measured, within):
     """measured: torch.cuda.max_memory_allocated of an update on one H200, torch 2.11, vLLM 0.26, in GiB. It does not
     see what CUDA itself and the engine's graphs take."""
@@ -168,6 +172,8 @@ def test_plan_memory_says_every_part_and_what_to_change():
     big = dict(recompute=True, micro_batch_tokens=200_000, vllm_gpu_memory_utilization=0.1)
     assert refusal(48, **big) == "use --micro_batch_tokens 2048"
     assert refusal(30, **{**big, "micro_batch_tokens": 2048}) == "use more GPUs"
+    alone = Config(split=True, recompute=True, prompts_per_step=64, num_generations=16, max_completion_length=2048)
+    plan_memory(alone, QWEN, 2, 1, 80 * GIB)  # 65 GiB of KV cache on a GPU that holds no trainer
     assert refusal(80, prompts_per_step=999, vllm_gpu_memory_utilization=0.9) == \
         "lower --vllm_gpu_memory_utilization, or use more GPUs"
     plan_memory(replace(c, **{**big, "micro_batch_tokens": 2048}), QWEN, 2, 1, 48 * GIB)  # as was advised
@@ -203,10 +209,12 @@ def test_update_balances_by_cost(monkeypatch):
 
 class FakeCore:
     """Requests end in an order of its own, and the outputs of a step come shuffled, or not at all. A token and its
-    log-probability follow from prompt, seed and place."""
+    log-probability follow from prompt, seed and place. As in vLLM, scheduling runs a step ahead: when a request ends,
+    another token of its is in flight, and goes to whoever has its name when that step is looked at."""
 
     def __init__(self, wrong_at=None):
         self.running, self.steps, self.collecting, self.order, self.wrong_at = {}, 0, [], [], wrong_at
+        self.in_flight = []
 
     @staticmethod
     def completion(prompt, seed):
@@ -219,7 +227,11 @@ class FakeCore:
     def get_output(self):
         self.steps += 1
         self.collecting.append(gc.isenabled())
-        outputs, rng = [], random.Random(self.steps)
+        zero = torch.zeros(1, 1, dtype=torch.int64).numpy()
+        late = types.SimpleNamespace(logprob_token_ids=zero + 999, logprobs=zero)
+        outputs = [types.SimpleNamespace(request_id=name, new_token_ids=[999], new_logprobs=late, finish_reason=None)
+                   for name in self.in_flight if name in self.running]
+        self.in_flight, rng = [], random.Random(self.steps)
         for name, (request, t) in list(self.running.items()) if self.steps % 3 else []:
             output = types.SimpleNamespace(request_id=name, new_token_ids=[], new_logprobs=None, finish_reason=None)
             outputs.append(output)
@@ -234,6 +246,7 @@ class FakeCore:
                 output.finish_reason = "stop"
                 self.order.append(int(name))
                 del self.running[name]
+                self.in_flight.append(name)
         rng.shuffle(outputs)
         return types.SimpleNamespace(outputs=outputs)
 
@@ -241,7 +254,7 @@ class FakeCore:
 def engine_around(core) -> ColocatedEngine:
     engine = ColocatedEngine.__new__(ColocatedEngine)
     engine.vllm, engine.request = types.SimpleNamespace(SamplingParams=types.SimpleNamespace), types.SimpleNamespace
-    engine.core, engine.awake = core, True
+    engine.core, engine.awake, engine.names = core, True, itertools.count()
     return engine
 
 
@@ -251,7 +264,7 @@ ARGUMENTS = dict(n=3, max_tokens=5, temperature=0.7, eos_token_ids=[9])
 def test_decode_loop_gives_each_prompt_its_completions_in_order():
     core, prompts, seeds = FakeCore(), [[1, 2], [3], [1, 2], [4, 4, 4]], [10, 20, 33, 47]
     engine, finished = engine_around(core), set()
-    for _ in range(2):  # the names of requests are used again
+    for _ in range(2):  # the names of requests are not used again: the last tokens of the first are in flight
         core.steps, core.order, asked = 0, [], []
         add, core.add_request = core.add_request, lambda r: (asked.append(r.sampling_params), add(r))
         got = engine.generate(prompts, seeds=seeds, **ARGUMENTS)

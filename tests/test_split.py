@@ -234,8 +234,8 @@ def test_the_generating_rank_outlives_no_trainer(tmp_path):
         if what == "before an engine is wanted":  # as when the run was finished, or had a mistake in it
             assert code == 0 and "Traceback" not in text, text
         else:
-            # By itself: -9 would be `several`. Now and then gloo's threads make an abort, -6, of the way out.
-            assert code in (1, -6) and "RuntimeError" in text, (what, code, text)
+            # By itself: -9 would be `several`. In the middle of a push the connection's own error is the reason.
+            assert code in (1, -6) and ("ended without a word" in text or "RuntimeError" in text), (what, code, text)
         assert not (out / "engine.pt").exists()
 
 
