@@ -90,7 +90,7 @@ class ColocatedEngine:
                 logprobs_mode="processed_logprobs",  # of what was sampled from: log softmax(logits / T)
                 generation_config="vllm",  # not the model's: it may hide a top_p or a penalty
                 skip_tokenizer_init=True, seed=0, disable_log_stats=True)
-        self.core, self.given_back = self.llm.llm_engine.engine_core, 0  # bytes, by the last sleep
+        self.core, self.given_back = self.llm.llm_engine.engine_core, 0  # bytes of the GPU, by the last sleep
         # Never twice: scheduling runs a step ahead, so the step after the last EOS is still in flight when
         # generate returns, and its tokens would go to whoever has the name by then.
         self.names = itertools.count()
@@ -252,6 +252,8 @@ class Link:
 
 class RemoteEngine:
     """The engine of the generating rank, as the trainers see it. All of them call every method together."""
+
+    given_back = 0
 
     def __init__(self, link: Link | None, arguments: dict):
         """link: None on all trainers but the first. arguments: of ColocatedEngine."""

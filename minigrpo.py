@@ -623,6 +623,12 @@ def timed(seconds: dict, stage: str, world: World):
     seconds[f"time/{stage}"] = world.now() - start
 
 
+def card_in_use() -> int:
+    """Bytes of the GPU that are taken, by torch or by others, without what torch only keeps for later."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - (torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+
+
 def step_metrics(rollouts: list[Rollout], scores: torch.Tensor, sums: dict, policy: Policy, world: World,
                  seconds: dict) -> dict:
     """The row of metrics.jsonl that one step gives; scores are the rewards [groups, G]."""
@@ -648,7 +654,6 @@ def step_metrics(rollouts: list[Rollout], scores: torch.Tensor, sums: dict, poli
         "weight_version": rollouts[0].weight_version,
     }
     if world.cuda:
-        row["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         peak = next((v for k, v in PEAK_FLOPS.items() if k in torch.cuda.get_device_name()), None)
         flops = policy.update_flops(sums["trained_lengths"])
         row["mfu"] = peak and flops / (seconds["time/update"] * peak * world.size)
@@ -771,9 +776,7 @@ def train(c: Config, world: World) -> None:
         with watch("sleep"):                                                                    # 3. sleep
             engine.sleep()
         if world.cuda:
-            free, total = torch.cuda.mem_get_info()  # of the whole card: torch counts only its own
-            idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # kept for the next update
-            row["memory/asleep_gib"] = (total - free - idle) / 2**30
+            row["memory/asleep_gib"] = card_in_use() / 2**30
             torch.cuda.reset_peak_memory_stats()
         with watch("reward"):                                                                   # 4. reward
             scorer.state.update(global_step=step, max_steps=c.max_steps)
@@ -785,6 +788,8 @@ def train(c: Config, world: World) -> None:
         rate = learning_rate_at(step, c)
         with watch("update"):                                                                   # 6. update
             sums = update(policy, optimizer, rollouts, rate, c, world)
+        if world.cuda:  # torch believes that it still has what the sleeping engine gave back
+            row["memory/peak_gib"] = (torch.cuda.max_memory_allocated() - engine.given_back) / 2**30
         row |= {"learning_rate": rate, "time/step": world.now() - began}                        # 7. record
         row |= step_metrics(rollouts, scores, sums, policy, world, row)
         run.record(row)

@@ -609,6 +609,8 @@ def draw(logp: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 class PolicySampler:
     """The policy generates for itself, without vLLM; the interface is that of colocate.py's engine."""
 
+    given_back = 0
+
     def __init__(self, policy: Policy):
         self.policy, self.weight_version = policy, None
 

@@ -46,6 +46,8 @@ def measured(engine_class, args, seen: dict):
     """The engine, with lengths as asked for, and with its clock and memory written down."""
     import torch
 
+    from minigrpo import card_in_use
+
     class Measured(engine_class):
         def __init__(self, *a, **k):
             start = time.perf_counter()
@@ -70,8 +72,7 @@ def measured(engine_class, args, seen: dict):
             seen.setdefault("first_rollout", seconds_since_start())
             seen["tokens"].append(sum(len(ids) for group in samples for ids, _ in group))
             if torch.cuda.is_available():
-                free, total = torch.cuda.mem_get_info()
-                seen["awake_gib"] = (total - free) / 2**30
+                seen["awake_gib"] = card_in_use() / 2**30
             return samples
 
     return Measured

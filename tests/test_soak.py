@@ -28,7 +28,8 @@ def test_nothing_grows(tmp_path):
         step = len(metrics.read_text().splitlines()) if metrics.exists() else 0
         for rank in psutil.Process(process.pid).children() if 50 < step < STEPS else []:
             with rank.oneshot():
-                sample = (rank.memory_info().rss / 2**20, rank.num_fds(), rank.num_threads(), len(rank.children(recursive=True)))
+                sample = (rank.memory_info().rss / 2**20, rank.num_fds(), rank.num_threads(),
+                          len(rank.children(recursive=True)))
             seen.setdefault(rank.pid, []).append((step, *sample))
     assert ended(process, 60) == 0, Path(f"{out}.log").read_text()[-4000:]
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
