@@ -51,7 +51,7 @@ from colocate import ColocatedEngine, Link, RemoteEngine
 from data import Prompt, PromptSet, Tokenizer, UserError, load_prompts, prompt_indices, sample_seed
 from model import (
     PEAK_FLOPS, WARM_START, ModelConfig, Policy, PolicySampler, balance, checkpoint_folder, memory_plan, pack,
-    token_logprobs, write_tiny_model)
+    parameter_count, token_logprobs, write_tiny_model)
 from rewards import Group, Scorer
 
 # Each module stands alone, and so has its own.
@@ -684,7 +684,7 @@ def load(c: Config, folder: Path, weights: Path,
         card = torch.cuda.mem_get_info()[1]
         prompts.notes.append(plan_memory(c, config, dtype.itemsize, world.size, card)[0])
     policy = Policy.from_folder(weights, world.device, dtype)
-    worthwhile = world.cuda and policy.size > 4e8  # smaller ones wait for the CPU, compiled or not
+    worthwhile = world.cuda and parameter_count(config) > 4e8  # smaller ones wait for the CPU anyway
     compiled = {"auto": worthwhile, "on": True, "off": False}[c.compile]
     policy.training_mode(compiled=compiled, recompute=c.recompute)
     return tokenizer, prompts, held_out, scorer, policy

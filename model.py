@@ -287,17 +287,12 @@ class Policy(nn.Module):
             raise UserError(f"{folder} lacks {len(missing)} tensors, among them {min(missing)}")
         return policy
 
-    @functools.cached_property
-    def size(self) -> int:
-        """Parameters; a tied table counts once."""
-        return sum(p.numel() for p in self.parameters())
-
     def update_flops(self, lengths: list[int]) -> float:
         """Useful operations of forward and backward over sequences of these lengths: 6 N a token, and causal
         attention (PaLM, appendix B, halved)."""
         c, tokens = self.config, sum(lengths)
         attention = 6 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * sum(n * n for n in lengths)
-        return 6 * self.size * tokens + attention
+        return 6 * parameter_count(c) * tokens + attention
 
     def save(self, folder, source=None) -> None:
         """Writes model.safetensors in the working dtype; config, tokenizer and such come from `source`."""
@@ -358,6 +353,16 @@ def kv_cache_bytes(c: ModelConfig, tokens: int, size: int) -> int:
     return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size * tokens
 
 
+def parameter_count(c: ModelConfig) -> int:
+    """Parameters of a Policy; a tied table counts once."""
+    queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    block = c.hidden_size * (2 + 2 * queries + 2 * keys + 3 * c.intermediate_size)
+    block += c.qkv_bias * (queries + 2 * keys) + c.o_bias * c.hidden_size + c.qk_norm * 2 * c.head_dim
+    block += c.mlp_bias * (2 * c.intermediate_size + c.hidden_size)
+    tables = (2 - c.tie_word_embeddings) * c.vocab_size * c.hidden_size
+    return tables + c.num_hidden_layers * block + c.hidden_size
+
+
 def memory_plan(c: ModelConfig, *, size: int, ranks: int, micro_batch: int, sequence: int, cache_tokens: int,
                 engine_limit: float, recompute: bool, compiled: bool, shared: bool = True) -> dict:
     """Bytes on each GPU in the two halves of a step: {"training": {what: bytes}, "generating": {…}}.
@@ -366,8 +371,7 @@ def memory_plan(c: ModelConfig, *, size: int, ranks: int, micro_batch: int, sequ
     forward and backward. sequence: tokens of the longest one. cache_tokens: that the engine holds at once;
     with its weights at most engine_limit, but one sequence. shared: False for an engine on its own GPU.
     """
-    with torch.device("meta"):
-        n = sum(p.numel() for p in Policy(c).parameters())
+    n = parameter_count(c)
     heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads
     # What the backward pass of a block needs, elements a token: its input, two norms, the sum between;
     # queries, keys, values and what attention made of them; gate, up and their product (and silu, unfused).

@@ -110,8 +110,8 @@ def main() -> None:
         fresh=True, colocate=args.layout == "colocate", split=args.layout == "split",
         prompts_per_step=args.prompts * gpus, num_generations=args.generations, max_prompt_length=128,
         max_completion_length=args.completion, micro_batch_tokens=args.micro_batch_tokens,
-        recompute=args.recompute, compile="off" if args.no_compile else "on", learning_rate=1e-6, lr_scheduler_type="cosine",
-        warmup_steps=1, max_steps=args.steps, eval_steps=0)
+        recompute=args.recompute, compile="off" if args.no_compile else "on", learning_rate=1e-6,
+        lr_scheduler_type="cosine", warmup_steps=1, max_steps=args.steps, eval_steps=0)
     minigrpo.check(c)
     world = minigrpo.World(c.split)
     if world.generates:

@@ -1,4 +1,4 @@
-"""Nothing grows: resident memory, open files, threads and child processes over a long run on two CPU ranks, real engine.
+"""Nothing grows: resident memory, open files, threads and children over a long run on two CPU ranks, real engine.
 
     MINIGRPO_SOAK=2000 python -m pytest -s tests/test_soak.py      # about 20 minutes on two cores; CI runs none of it
 """
@@ -34,11 +34,14 @@ def test_nothing_grows(tmp_path):
     assert ended(process, 60) == 0, Path(f"{out}.log").read_text()[-4000:]
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(STEPS + 1)) and all(set(row) == set(METRICS) for row in rows)
-    assert max(row["logprob_gap/mean"] for row in rows[:-1]) < 1e-5 and sum(row["skipped_updates"] for row in rows[:-1]) == 0
+    assert max(row["logprob_gap/mean"] for row in rows[:-1]) < 1e-5
+    assert sum(row["skipped_updates"] for row in rows[:-1]) == 0
     assert len(seen) == 2
     for samples in seen.values():
-        tenth = max(1, len(samples) // 10)
+        tenth = len(samples) // 10
         for name, column in (("MiB resident", 1), ("open files", 2), ("threads", 3), ("child processes", 4)):
-            early, late = (sorted(s[column] for s in part)[len(part) // 2] for part in (samples[:tenth], samples[-tenth:]))
-            print(f"{name}: {early:.0f} after step {samples[0][0]}, {late:.0f} at the end ({len(samples)} samples)")
-            assert late <= early * 1.02 + 2, name
+            parts = [sorted(s[column] for s in samples[i * tenth:(i + 1) * tenth]) for i in range(10)]
+            medians = [part[len(part) // 2] for part in parts]
+            print(f"{name}, medians of tenths of the run after step 50:", " ".join(f"{m:.0f}" for m in medians))
+            # Malloc and the engine's cache take a few hundred steps until every page has been used; a leak goes on.
+            assert medians[-1] <= medians[4] * 1.01 and medians[-1] <= medians[0] * 1.05, name

@@ -10,6 +10,7 @@ import statistics
 import threading
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import bench
 import pytest
@@ -24,7 +25,7 @@ from checkpoint import Run
 from colocate import ColocatedEngine
 from data import sample_seed
 from minigrpo import Config, UserError, plan_memory
-from model import ModelConfig, Policy, balance, memory_plan
+from model import ModelConfig, Policy, balance, memory_plan, parameter_count
 
 GIB = 2**30
 QWEN = ModelConfig(  # Qwen2.5-1.5B
@@ -357,3 +358,16 @@ def test_bench_on_two_cpu_ranks(tmp_path, monkeypatch, ragged):
         trained.append(sum(lengths))
     assert row["trained_tokens"] == (trained[1] + trained[2]) / 2
     assert not list(run.glob("step_*")) and not (run / "latest").exists()
+
+
+def test_parameter_count_is_that_of_the_policy():
+    every = dict(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
+    for change in ({}, {"tie_word_embeddings": False}, *({name: on} for name in every for on in (False, True)), every):
+        config = replace(QWEN, num_hidden_layers=3, **change)
+        with torch.device("meta"):
+            assert parameter_count(config) == sum(p.numel() for p in Policy(config).parameters()), change
+
+
+def test_the_readme_shows_the_table_of_the_plan():
+    import plan_table
+    assert plan_table.table() in (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
