@@ -381,10 +381,9 @@ class ShardedAdamW:
 
     def load(self, folder: Path) -> None:
         """Reads this rank's part, whatever number of ranks wrote the shards."""
-        end, parts = 0, {"master": self.master, **{k: self.state[k] for k in ("exp_avg", "exp_avg_sq")}}
-        for path in sorted(folder.glob("*.safetensors")):
+        parts = {"master": self.master, **{k: self.state[k] for k in ("exp_avg", "exp_avg_sq")}}
+        for path, start, end in checkpoint.shards(folder, self.parameters):
             with safe_open(path, "pt") as file:
-                start, end = end, end + file.get_slice("master").get_shape()[0]
                 low, high = max(start, self.shard.start), min(end, self.shard.stop)
                 for name, mine in parts.items() if low < high else ():
                     piece = file.get_slice(name)[low - start:high - start]
@@ -636,6 +635,10 @@ def load(c: Config, folder: Path, weights: Path,
         card = torch.cuda.mem_get_info()[1]
         prompts.notes.append(plan_memory(c, config, dtype.itemsize, world.size, card)[0])
     policy = Policy.from_folder(weights, world.device, dtype)
+    if weights != folder:
+        checkpoint.shards(weights / "optimizer", list(policy.parameters()))
+        if policy.config != config:
+            raise UserError(f"{weights / 'config.json'} is not the one of {c.model}: --fresh starts anew")
     worthwhile = world.cuda and policy.size > 4e8  # smaller ones wait for the CPU, compiled or not
     compiled = {"auto": worthwhile, "on": True, "off": False}[c.compile]
     policy.training_mode(compiled=compiled, recompute=c.recompute)
@@ -686,7 +689,7 @@ def train(c: Config, world: World) -> None:
     run, stop, health = Run(c, world), Stop(), Health(c, world.rank == 0)
     say = functools.partial(print, flush=True) if world.rank == 0 else lambda *a: None
     if run.state.get("finished"):
-        return say(f"{run.folder} holds a finished run: {run.state['result']} (--fresh starts anew)")
+        return say(f"{run.folder} holds a finished run: {run.state.get('result')} (--fresh starts anew)")
     start, before, after = run.state["step"], run.state.get("before"), None
     folder = run.folder / "tiny" if c.model == "tiny" else checkpoint_folder(c.model)
     if c.model == "tiny" and start == 0:
@@ -699,12 +702,16 @@ def train(c: Config, world: World) -> None:
     tokenizer, prompts, held_out, scorer, policy = load(c, folder, run.latest if start else folder, world)
     if run.state.get("data", prompts.fingerprint) != prompts.fingerprint:
         raise UserError(f"{c.data} changed since {run.folder} began: give another --out, or --fresh")
+    run.begin()
     say("\n".join([*prompts.notes, f"{len(held_out)} prompts to evaluate on"]))
     engine = build_engine(c, folder, policy, world)
     optimizer = ShardedAdamW(policy, c, world)  # after the engine: vLLM measures the memory that is free
     say(f"{c.model} on {world.size} ranks, {c.max_steps} steps; everything is written to {run.folder}")
     if start:
         optimizer.load(run.latest / "optimizer")
+        if not torch.equal(optimizer.master.bfloat16(), optimizer.weights[optimizer.shard].bfloat16()):
+            raise UserError(f"{run.latest.resolve()}: the optimizer is not that of model.safetensors: remove "
+                            "it to continue from the checkpoint before, or use --fresh")
         say(f"continues after update {start}")
 
     for step in range(start, c.max_steps + 1):
