@@ -1,7 +1,8 @@
 """The folder of one run: its metrics, its rollouts, its checkpoints. Killed at whatever moment, it continues.
 
-    run = Run(c, world)                              # takes the folder; goes back to its last checkpoint
+    run = Run(c, world)                                       # takes the folder
     start = run.state["step"]
+    run.begin()                                               # goes back to the last checkpoint
     run.write_rollouts(7, rollouts)                           # rollouts/step_7.jsonl
     run.record({"step": 7, "reward": 0.5})                    # a row of metrics.jsonl
     run.save(policy, optimizer, source, 8)                    # step_8/, then `latest` points to it
@@ -24,6 +25,8 @@ import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 
 class UserError(ValueError):
@@ -53,12 +56,19 @@ class Run:
         digest = hashlib.sha256(json.dumps(self.options, sort_keys=True).encode()).hexdigest()[:8]
         self.folder = Path(c.out or f"runs/{Path(c.model).name}-{Path(c.data).stem}-{digest}")
         self.latest, self.writer, self.writing = self.folder / "latest", ThreadPoolExecutor(1), []
-        self.state = world.gather(self.begin() if self.writes else None)[0]  # what `latest` says
+        self.state = world.gather(self.find() if self.writes else None)[0]  # what `latest` says
 
-    def begin(self) -> dict:
-        """Takes the folder for this process and goes back to its last checkpoint; {"step": 0} without one."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.folder / "lock", "a+")  # held as long as the process lives, whatever ends it
+    def find(self) -> dict:
+        """Takes the folder for this process; what its last checkpoint says, {"step": 0} without one."""
+        lock = self.folder / "lock"
+        try:
+            names = ("config.json", "metrics.jsonl", "rollouts", "step_*", "latest")
+            if not lock.exists() and (others := [p for name in names for p in self.folder.glob(name)]):
+                raise UserError(f"{others[0]} was written by no run: give another --out")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(lock, "a+")  # held as long as the process lives, whatever ends it
+        except OSError as error:
+            raise UserError(f"no run can be written to {self.folder} ({error}): give another --out") from None
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -67,36 +77,73 @@ class Run:
                             "another --out") from None
         self.lock.truncate(0)
         print(os.getpid(), end="", file=self.lock, flush=True)
-        config, state = self.folder / "config.json", {"step": 0}
+        if self.latest.is_dir() and not self.latest.is_symlink():
+            raise UserError(f"{self.latest} is a folder, not a link to a step: rename it to step_N")
         if self.c.fresh:
-            self.latest.unlink(missing_ok=True)
-        if self.latest.exists():
-            try:
-                state, old = (json.loads(p.read_text()) for p in (self.latest / "trainer.json", config))
-            except (OSError, ValueError) as error:
-                raise UserError(f"{self.folder} is damaged ({error}): --fresh starts anew") from None
-            new = json.loads(json.dumps(self.options))
-            if changed := sorted(k for k in new.keys() | old.keys() if new.get(k) != old.get(k)):
-                raise UserError(f"{self.folder} holds a run with other options ({', '.join(changed)}): give "
-                                "another --out, or --fresh to start anew")
-        if not state.get("finished"):
-            self.cut_back(state["step"])
-        config.write_text(json.dumps(self.options, indent=2))
+            if Path(self.c.model).resolve() in self.folder.resolve().glob("step_*"):
+                raise UserError(f"--fresh would remove --model {self.c.model}: give another --out")
+            return {"step": 0}
+        if not self.latest.exists() and (steps := self.steps()):  # killed before, or copied without links
+            self.point_to(steps[-1])
+        if not self.latest.exists():
+            if not (self.folder / "config.json").exists():
+                self.write_options()
+            return {"step": 0}
+        state, old = read_object(self.latest / "trainer.json"), read_object(self.folder / "config.json")
+        if f"step_{state.get('step')!r}" != (target := self.latest.resolve()).name:
+            raise UserError(f"{self.latest / 'trainer.json'} says step {state.get('step')!r}, but the folder "
+                            f"is {target}: --fresh starts anew")
+        new = json.loads(json.dumps(self.options))
+        if changed := sorted(k for k in new.keys() | old.keys() if new.get(k) != old.get(k)):
+            raise UserError(f"{self.folder} holds a run with other options ({', '.join(changed)}): give "
+                            "another --out, or --fresh to start anew")
         return state
+
+    def begin(self) -> None:
+        """Goes back to the last checkpoint, once everything else is known to be in order."""
+        try:
+            if self.writes:
+                self.cut_back(self.state["step"])
+        except OSError as error:
+            raise UserError(f"{self.folder}: {error}: give another --out") from None
 
     def cut_back(self, step: int) -> None:
         """Removes what came after update `step`: rows, rollouts, half-written lines and folders."""
-        for path in self.folder.glob("step_*"):
-            if "partial" in path.suffix or int(path.name[5:]) > step:
+        metrics, kept = self.folder / "metrics.jsonl", []
+        lines = metrics.read_bytes().splitlines(keepends=True) if step and metrics.exists() else []
+        for number, line in enumerate(lines, start=1):
+            try:
+                if line.endswith(b"\n") and json.loads(line)["step"] < step:
+                    kept.append(line)
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
+                raise UserError(f"{metrics}, line {number}: no row of a run ({error!r}): remove it") from None
+        (self.folder / "rollouts").mkdir(exist_ok=True)
+        if self.c.fresh:
+            self.latest.unlink(missing_ok=True)
+        for path in self.folder.glob("step_*/"):
+            if path.name.endswith((".partial", ".partial-old")) or number_of(path) > step:
                 shutil.rmtree(path)
         for path in self.folder.glob("rollouts/step_*.jsonl"):
-            if int(path.stem[5:]) >= step:
+            if number_of(path) >= step:
                 path.unlink()
-        metrics = self.folder / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
-        metrics.with_suffix(".partial").write_text("".join(kept))
-        metrics.with_suffix(".partial").replace(metrics)
+        rewrite(metrics, b"".join(kept))
+        self.write_options()
+
+    def write_options(self) -> None:
+        rewrite(self.folder / "config.json", json.dumps(self.options, indent=2).encode())
+
+    def steps(self) -> list[int]:
+        """Of the complete step folders, in order."""
+        return sorted(n for n in map(number_of, self.folder.glob("step_*/")) if n > 0)
+
+    def point_to(self, step: int) -> None:
+        """Moves `latest`, so that a power cut leaves it where it was or where it is."""
+        link = self.folder / "latest.partial"
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"step_{step}")
+        sync(self.folder)
+        link.replace(self.latest)
+        sync(self.folder)
 
     def record(self, row: dict) -> None:
         """Appends a row to metrics.jsonl, once the step's rollouts are written."""
@@ -116,8 +163,8 @@ class Run:
 
     def _write_rollouts(self, step: int, rollouts: list) -> None:
         folder = self.folder / "rollouts"
-        folder.mkdir(exist_ok=True)
-        with open(folder / f"step_{step}.jsonl", "w", encoding="utf-8") as file:
+        with open(folder / f"step_{step}.jsonl", "w", encoding="utf-8",
+                  errors="backslashreplace") as file:  # half a surrogate pair stays the escape that it was
             for rollout in rollouts:
                 file.write(json.dumps(vars(rollout), ensure_ascii=False) + "\n")
         (folder / f"step_{step - self.c.save_rollouts}.jsonl").unlink(missing_ok=True)
@@ -171,15 +218,54 @@ class Run:
                 sync(path)
             discard(folder)
             partial.rename(folder)
-            link = self.folder / "latest.partial"
-            link.unlink(missing_ok=True)
-            link.symlink_to(folder.name)
-            sync(self.folder)
-            link.replace(self.latest)
-            sync(self.folder)
-            steps = sorted(int(p.name[5:]) for p in self.folder.glob("step_*") if p.name[5:].isdigit())
-            for old in steps[:-self.c.save_total_limit]:
+            self.point_to(step)
+            for old in self.steps()[:-self.c.save_total_limit]:
                 discard(self.folder / f"step_{old}")
+
+
+def number_of(path: Path) -> int:
+    """N of step_N or step_N.jsonl, -1 for a name of somebody else's."""
+    number = path.name[5:].removesuffix(".jsonl")
+    return int(number) if number.isdecimal() else -1
+
+
+def read_object(path: Path) -> dict:
+    try:
+        if isinstance(value := json.loads(path.read_text()), dict):
+            return value
+        error = "not an object"
+    except (OSError, ValueError, RecursionError) as caught:
+        error = caught
+    raise UserError(f"{path} is damaged ({error}): --fresh starts anew")
+
+
+def shards(folder: Path, parameters: list) -> list[tuple[Path, int, int]]:
+    """(file, its first element, its end) of each part of an optimizer, in order. Raises UserError where they
+    are damaged or do not make up the optimizer of `parameters`."""
+    found, end, size = [], 0, sum(p.numel() for p in parameters)
+    again = f"remove {folder.parent.resolve()} to continue from the checkpoint before, or use --fresh"
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                slices = [file.get_slice(name) for name in ("master", "exp_avg", "exp_avg_sq")]
+                [(_, length)] = {(s.get_dtype(), *s.get_shape()) for s in slices}
+                file.get_tensor("step").item()
+        except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+            raise UserError(f"{path} is damaged ({error}): {again}") from None
+        found.append((path, end, end + length))
+        end += length
+    padding = 64 * (len(parameters) + len(found))  # at most; ShardedAdamW aligns parameters and shards
+    numbered = [path.name for path, *_ in found] == [f"{n:05}.safetensors" for n in range(len(found))]
+    if not (numbered and size <= end <= size + padding):
+        raise UserError(f"{folder}: {end} elements in {len(found)} files are not the optimizer of the {size} "
+                        f"weights beside it: {again}")
+    return found
+
+
+def rewrite(path: Path, content: bytes) -> None:
+    """The old content or the new, whenever the process is killed."""
+    path.with_suffix(".partial").write_bytes(content)
+    path.with_suffix(".partial").replace(path)
 
 
 def sync(path: Path) -> None:

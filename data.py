@@ -17,6 +17,7 @@ import functools
 import hashlib
 import io
 import json
+import os
 import random
 import re
 import time
@@ -65,19 +66,29 @@ class Tokenizer:
         files = [self.folder / f"{name}.json" for name in names]
         base, generation, special, config = (
             _parse_json(file, _read_text(file)) if file.is_file() else {} for file in files)
-        self._special = {name: token["content"] if isinstance(token, dict) else token
-                         for name, token in {**special, **config}.items()
-                         if name.endswith("_token") and isinstance(token, (str, dict))}
+        for where, read in zip(files, (base, generation, special, config)):
+            if not isinstance(read, dict):
+                raise UserError(f"{where} holds no JSON object {{…}}: fetch the model again")
+        tokens = {name: token.get("content") if isinstance(token, dict) else token
+                  for name, token in {**special, **config}.items() if name.endswith("_token")}
+        self._special = {name: token for name, token in tokens.items() if isinstance(token, str)}
         bos, eos = (self._tokenizer.token_to_id(self._special.get(name, ""))
                     for name in ("bos_token", "eos_token"))
         ids = next((c["eos_token_id"] for c in (generation, base) if c.get("eos_token_id") is not None), [])
         # The tokenizer's own too: chat models end their turn with it, and some configs name only the base's.
-        self.eos_token_ids = sorted({*(ids if isinstance(ids, list) else [ids]), eos} - {None})
+        ids = [*(ids if isinstance(ids, list) else [ids]), *([] if eos is None else [eos])]
+        if wrong := [i for i in ids if type(i) is not int or not 0 <= i < 2**31]:
+            raise UserError(f"{self.folder}: eos_token_id {wrong[0]!r} in generation_config.json or "
+                            "config.json is no token id: correct it")
+        self.eos_token_ids = sorted(set(ids))
         if not self.eos_token_ids:
             raise UserError(f"{self.folder} names no EOS token: put eos_token_id into generation_config.json")
         if config.get("add_bos_token") is None:
             # Added tokens can always be encoded, so this shows what the post-processor puts before a text.
-            probe = self._tokenizer.encode(self._tokenizer.id_to_token(self.eos_token_ids[0]) or "")
+            try:
+                probe = self._tokenizer.encode(self._tokenizer.id_to_token(self.eos_token_ids[0]) or "")
+            except Exception as error:  # as above
+                raise UserError(f"{file} cannot encode its EOS ({error}): fetch the model again") from None
             bos = probe.ids[0] if probe.special_tokens_mask[:1] == [1] else None
         self._bos = [] if bos is None or config.get("add_bos_token") is False else [bos]
         self._template = self._load_template(config.get("chat_template"), chat_template)
@@ -90,8 +101,12 @@ class Tokenizer:
             return _compile_template(_read_text(file), str(file))
         if isinstance(configured, str):
             configured = [{"name": "default", "template": configured}]
-        named = {entry["name"]: entry["template"] for entry in configured or []}
         where, name = self.folder / "tokenizer_config.json", override or "default"
+        try:
+            named = {str(entry["name"]): entry["template"] + "" for entry in configured or []}
+        except (LookupError, TypeError):
+            raise UserError(f"{where}: chat_template is neither text nor a list of {{name, template}}; "
+                            "--chat_template FILE gives another") from None
         if name not in named and (named or override):
             listed = ", ".join(sorted(named)) or "none"
             raise UserError(f"--chat_template {name}: no file, nor a template in {where} (has: {listed})")
@@ -145,9 +160,9 @@ def _compile_template(source: str, where: str) -> jinja2.Template:
         lambda value, ensure_ascii=False, **options: json.dumps(value, ensure_ascii=ensure_ascii, **options))
     try:
         return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"{where}, line {error.lineno}: not a jinja template: {error.message}; "
-                        "--chat_template FILE gives another") from None
+    except Exception as error:  # TemplateSyntaxError, or too deep for jinja, or for the Python that it writes
+        raise UserError(f"{where}, line {getattr(error, 'lineno', 1)}: not a jinja template: "
+                        f"{getattr(error, 'message', error)}; --chat_template FILE gives another") from None
 
 
 def write_digits_tokenizer(folder: str | Path) -> None:
@@ -209,6 +224,8 @@ def load_prompts(source: str, tokenizer: Tokenizer, *, max_prompt_length: int,
         raise UserError(f"{source}, {where}: {error}") from error
     prompts, golds = [], []
     for (where, row), prompt, token_ids in zip(rows, made, encoded):
+        if not token_ids:
+            raise UserError(f"{source}, {where}: the prompt has no tokens: a chat template leaves it out?")
         if len(token_ids) <= max_prompt_length:
             found = next((name for name in answer_columns if _field(row, name) is not None), None)
             gold = found and _field(row, found)
@@ -329,7 +346,7 @@ def _notes(prompts: list[Prompt], golds: list, prompt_column: str) -> list[str]:
 def _read_rows(path: Path) -> list[tuple[str, dict]]:
     """([("line 1", row), …], sha256 of the file)."""
     suffix = path.suffix.lower()
-    if suffix not in SUFFIXES or not path.is_file():
+    if suffix not in SUFFIXES or not os.path.isfile(path):  # which is False for a name too long, too
         raise UserError(f"{path}: not a built-in task ({', '.join(BUILT_IN)}), nor a file that is there and "
                         f"ends in {', '.join(SUFFIXES)}; give --data or --eval_data one of these")
     if suffix == ".csv":
@@ -379,6 +396,8 @@ def _read_text(path: Path) -> str:
     """UTF-8 with or without a byte order mark."""
     try:
         return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         line = error.object[:error.start].count(b"\n") + 1
         raise UserError(f"{path}, line {line}: not UTF-8 text; save the file as UTF-8") from None
@@ -388,7 +407,7 @@ def _parse_json(place: str | Path, text: str, line: int | None = None):
     """line: where the text stands in its file; None when it is the whole file."""
     try:
         return json.loads(text)
-    except ValueError as error:  # JSONDecodeError, or without a place for an integer of thousands of digits
+    except (ValueError, RecursionError) as error:  # JSONDecodeError, or without a place: digits, depth
         place = f"{place}, line {line or getattr(error, 'lineno', 1)}, column {getattr(error, 'colno', 1)}"
         raise UserError(f"{place}: broken JSON: {getattr(error, 'msg', error)}") from None
 

@@ -145,19 +145,23 @@ def check(c: Config) -> None:
     """Raises UserError for values with which no run makes sense, and names values with which one does."""
     at_least = dict(num_generations=2, prompts_per_step=1, max_completion_length=1, max_prompt_length=1,
                     micro_batch_tokens=1, warmup_steps=0, eval_steps=0, save_rollouts=0, reward_workers=0,
-                    save_steps=1, save_total_limit=1, max_skipped=1)
+                    save_steps=1, save_total_limit=1, max_skipped=1, seed=-2**31, max_steps=-2**31)
     for name, least in at_least.items():
-        if getattr(c, name) < least:
+        value, most = getattr(c, name), 2**10 if name == "reward_workers" else 2**31
+        if not least <= value <= most:
             use = f"{least} or more" if least < 2 else "8 or more: completions of a prompt are compared"
-            raise UserError(f"--{name} {getattr(c, name)}: use {use}")
-    if not 0 < c.temperature < math.inf:
+            raise UserError(f"--{name} {value}: use {use if value < least else f'at most {most}'}")
+    if (whole := c.prompts_per_step * c.num_generations) > 2**20:
+        raise UserError(f"--prompts_per_step {c.prompts_per_step} times --num_generations "
+                        f"{c.num_generations} is {whole}: use at most {2**20} completions a step")
+    if not 1e-3 <= c.temperature < 1e30:
         raise UserError(f"--temperature {c.temperature}: use 0.7 to 1.0; at 0 all completions are alike")
     for name in ("learning_rate", "epsilon", "max_grad_norm", "reward_timeout", "timeout_minutes",
-                 "vllm_importance_sampling_clip_max"):
-        if not 0 < getattr(c, name) < math.inf:
+                 "adam_epsilon", "vllm_importance_sampling_clip_max"):
+        if not 1e-30 < getattr(c, name) < 1e30:  # what fp32 can hold
             raise UserError(f"--{name} {getattr(c, name)}: use a value above 0, e.g. {Config.__dict__[name]}")
-    for name in ("epsilon_high", "min_lr_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"):
-        value, top = getattr(c, name), 1 if "beta" in name or name == "min_lr_rate" else math.inf
+    for name in ("epsilon_high", "min_lr_rate", "weight_decay", "adam_beta1", "adam_beta2"):
+        value, top = getattr(c, name), 1 if "beta" in name or name == "min_lr_rate" else 1e30
         if not 0 <= value < top:
             raise UserError(f"--{name} {value}: use 0 or more, under {top}, e.g. {Config.__dict__[name]}")
     if not 0 < c.vllm_gpu_memory_utilization < 1:
@@ -408,10 +412,9 @@ class ShardedAdamW:
 
     def load(self, folder: Path) -> None:
         """Reads this rank's part, whatever number of ranks wrote the shards."""
-        end, parts = 0, {"master": self.master, **{k: self.state[k] for k in ("exp_avg", "exp_avg_sq")}}
-        for path in sorted(folder.glob("*.safetensors")):
+        parts = {"master": self.master, **{k: self.state[k] for k in ("exp_avg", "exp_avg_sq")}}
+        for path, start, end in checkpoint.shards(folder, self.parameters):
             with safe_open(path, "pt") as file:
-                start, end = end, end + file.get_slice("master").get_shape()[0]
                 low, high = max(start, self.shard.start), min(end, self.shard.stop)
                 for name, mine in parts.items() if low < high else ():
                     piece = file.get_slice(name)[low - start:high - start]
@@ -677,6 +680,10 @@ def load(c: Config, folder: Path, weights: Path,
     if c.eval_data:
         other = load_prompts(c.eval_data, tokenizer, **columns)
         held_out = other.held_out or other.train
+    last = max(max(p.token_ids) for p in [*prompts.train, *held_out])
+    if last >= config.vocab_size or min(tokenizer.eos_token_ids) >= config.vocab_size:
+        raise UserError(f"{folder}: tokenizer.json or eos_token_id goes past the vocab_size "
+                        f"{config.vocab_size} of config.json: they are of different models")
     if c.max_steps == -1:
         c.max_steps = math.ceil(c.num_train_epochs * len(prompts.train) / c.prompts_per_step)
     dtype = {"auto": torch.bfloat16 if world.cuda else torch.float32}.get(c.dtype) or getattr(torch, c.dtype)
@@ -684,6 +691,10 @@ def load(c: Config, folder: Path, weights: Path,
         card = torch.cuda.mem_get_info()[1]
         prompts.notes.append(plan_memory(c, config, dtype.itemsize, world.size, card)[0])
     policy = Policy.from_folder(weights, world.device, dtype)
+    if weights != folder:
+        checkpoint.shards(weights / "optimizer", list(policy.parameters()))
+        if policy.config != config:
+            raise UserError(f"{weights / 'config.json'} is not the one of {c.model}: --fresh starts anew")
     worthwhile = world.cuda and parameter_count(config) > 4e8  # smaller ones wait for the CPU anyway
     compiled = {"auto": worthwhile, "on": True, "off": False}[c.compile]
     policy.training_mode(compiled=compiled, recompute=c.recompute)
@@ -735,7 +746,7 @@ def train(c: Config, world: World) -> None:
     run, stop, health = Run(c, world), Stop(), Health(c, world.rank == 0)
     say = functools.partial(print, flush=True) if world.rank == 0 else lambda *a: None
     if run.state.get("finished"):
-        return say(f"{run.folder} holds a finished run: {run.state['result']} (--fresh starts anew)")
+        return say(f"{run.folder} holds a finished run: {run.state.get('result')} (--fresh starts anew)")
     start, before, after = run.state["step"], run.state.get("before"), None
     folder = run.folder / "tiny" if c.model == "tiny" else checkpoint_folder(c.model)
     if c.model == "tiny" and start == 0:
@@ -748,6 +759,7 @@ def train(c: Config, world: World) -> None:
     tokenizer, prompts, held_out, scorer, policy = load(c, folder, run.latest if start else folder, world)
     if run.state.get("data", prompts.fingerprint) != prompts.fingerprint:
         raise UserError(f"{c.data} changed since {run.folder} began: give another --out, or --fresh")
+    run.begin()
     say("\n".join([*prompts.notes, f"{len(held_out)} prompts to evaluate on"]))
     engine = build_engine(c, folder, policy, world)
     optimizer = ShardedAdamW(policy, c, world)  # after the engine: vLLM measures the memory that is free
@@ -755,6 +767,9 @@ def train(c: Config, world: World) -> None:
         f"a checkpoint in about {run.seconds_to_save(optimizer):.1f} s")
     if start:
         optimizer.load(run.latest / "optimizer")
+        if not torch.equal(optimizer.master.bfloat16(), optimizer.weights[optimizer.shard].bfloat16()):
+            raise UserError(f"{run.latest.resolve()}: the optimizer is not that of model.safetensors: remove "
+                            "it to continue from the checkpoint before, or use --fresh")
         say(f"continues after update {start}")
 
     for step in range(start, c.max_steps + 1):

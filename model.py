@@ -83,26 +83,35 @@ class ModelConfig:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UserError(f"{path} not found: --model takes a Hugging Face checkpoint") from None
-        except ValueError as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path} is not valid JSON ({error}): fetch the folder again") from None
-        names = raw.get("architectures") or ["none named"]
-        family = SUPPORTED.get(names[0])
+        names = raw.get("architectures") if isinstance(raw, dict) else None
+        name = str(names[0]) if names and isinstance(names, list) else "an architecture that is not named"
+        family = SUPPORTED.get(name)
         if family is None:
-            raise UserError(f"{path}: {names[0]} is not supported; supported: {', '.join(SUPPORTED)}")
+            raise UserError(f"{path}: {name} is not supported; supported: {', '.join(SUPPORTED)}")
         refuse_unsupported(path, raw)
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        if not isinstance(rope, dict):
+            raise UserError(f"{path}: rope_parameters or rope_scaling is {rope!r}: fetch the folder again")
+        check_values(path, {**raw, **rope})
+        kind = str(rope.get("rope_type", rope.get("type", "default")))
         if kind not in ROPE_KEYS:
             raise UserError(f"{path}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_KEYS)}")
-        if missing := [key for key in ROPE_KEYS[kind] if key not in rope]:
+        if missing := [key for key in ROPE_KEYS[kind] if rope.get(key) is None]:
             raise UserError(f"{path}: rope type {kind!r} lacks {', '.join(missing)}")
         heads, bias = raw["num_attention_heads"], bool(raw.get("attention_bias", False))
+        kv_heads = raw.get("num_key_value_heads") or heads
+        head_dim = raw.get("head_dim") or raw["hidden_size"] / heads
+        if heads % kv_heads or head_dim % 2:
+            raise UserError(f"{path}: num_attention_heads {heads}, num_key_value_heads {kv_heads} and "
+                            f"head_dim {head_dim} do not go together: fetch the folder again")
         return cls(
             **{key: raw[key] for key in NEEDED},
-            num_key_value_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            max_position_embeddings=raw.get("max_position_embeddings", 2048),
-            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+            num_key_value_heads=kv_heads,
+            head_dim=int(head_dim),
+            max_position_embeddings=raw.get("max_position_embeddings") or 2048,
+            rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
             rope_scaling=None if kind == "default" else {**rope, "rope_type": kind},
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=True if family == "qwen2" else bias,  # Qwen2 always has them and does not say so
@@ -129,7 +138,7 @@ def checkpoint_folder(name: str) -> Path:
 
 def refuse_unsupported(path: Path, raw: dict) -> None:
     """Raises UserError for a config whose weights would load and then compute something else."""
-    sliding = raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or [])
+    sliding = raw.get("use_sliding_window") or "sliding_attention" in str(raw.get("layer_types"))
     for key, wrong in (("quantization_config", raw.get("quantization_config")), ("sliding window", sliding),
                        ("num_experts", raw.get("num_experts") or raw.get("num_local_experts")),
                        ("vision_config", raw.get("vision_config")),
@@ -137,8 +146,20 @@ def refuse_unsupported(path: Path, raw: dict) -> None:
         if wrong:
             raise UserError(f"{path}: {key} is not supported: use a dense bf16 or fp32 checkpoint of "
                             f"{', '.join(SUPPORTED)}")
-    if missing := [key for key in NEEDED if key not in raw]:
+    if missing := [key for key in NEEDED if raw.get(key) is None]:
         raise UserError(f"{path} lacks {', '.join(missing)}")
+
+
+def check_values(path: Path, values: dict) -> None:
+    """Raises UserError for a number or flag of another type, or of a size that no model has."""
+    more = {"attention_bias": bool, **dict.fromkeys(ROPE_KEYS["llama3"], float)}
+    for key, kind in {**ModelConfig.__annotations__, **more}.items():
+        value, most = values.get(key), 2**10 if key == "num_hidden_layers" else 2**24
+        if value is None or kind not in (int, float, bool):
+            continue
+        right = type(value) is kind or (type(value), kind) == (int, float)
+        if not right or kind is not bool and not 0 < value < (most if kind is int else math.inf):
+            raise UserError(f"{path}: {key} is {str(value)[:40]}: fetch the folder again")
 
 
 # ---- Rotary position embedding -----------------------------------------------------------------------------
@@ -272,19 +293,18 @@ class Policy(nn.Module):
         """
         with torch.device("meta"):
             policy = cls(ModelConfig.from_folder(folder))
-        policy.to(dtype).to_empty(device=device)
-        parameters = dict(policy.named_parameters())
-        missing = set(parameters)
+        parameters, loaded = dict(policy.named_parameters()), {}
         for path in safetensors_files(folder):
             with open_safetensors(path) as file:
                 for name in file.keys():
                     copied = name == "lm_head.weight" and policy.config.tie_word_embeddings
                     if copied or name.endswith("rotary_emb.inv_freq"):
                         continue  # some checkpoints store the tied table twice, or the frequencies
-                    read_tensor(file, path, name, parameters)
-                    missing.discard(name)
-        if missing:
+                    tensor = read_tensor(file, path, name, parameters)
+                    loaded[name] = tensor.to(device, dtype, copy=True)
+        if missing := parameters.keys() - loaded.keys():
             raise UserError(f"{folder} lacks {len(missing)} tensors, among them {min(missing)}")
+        policy.load_state_dict(loaded, assign=True)
         return policy
 
     def update_flops(self, lengths: list[int]) -> float:
@@ -313,7 +333,8 @@ def safetensors_files(folder) -> list[Path]:
     if index.exists():
         try:
             files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError) as error:
+            [file.exists() for file in files]  # a name may be too long to ask for
+        except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
             raise UserError(f"{index} is damaged ({error}): fetch the folder again") from None
     else:
         files = [folder / "model.safetensors"]
@@ -331,7 +352,7 @@ def open_safetensors(path: Path):
         raise UserError(f"{path} cannot be read ({error}): fetch it again") from None
 
 
-def read_tensor(file, path: Path, name: str, parameters: dict[str, torch.Tensor]) -> None:
+def read_tensor(file, path: Path, name: str, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
     if name not in parameters:
         raise UserError(f"{path}: tensor {name} has no place in this architecture")
     shape, expected = tuple(file.get_slice(name).get_shape()), tuple(parameters[name].shape)
@@ -340,7 +361,7 @@ def read_tensor(file, path: Path, name: str, parameters: dict[str, torch.Tensor]
     tensor = file.get_tensor(name)
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise UserError(f"{path}: tensor {name} is {tensor.dtype}: quantized checkpoints are not supported")
-    parameters[name].data.copy_(tensor)
+    return tensor
 
 
 # ---- What an update costs ----------------------------------------------------------------------------------
