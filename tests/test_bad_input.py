@@ -633,7 +633,7 @@ RUNS = {
     **{f"trainer {new}": Case(puts("latest/trainer.json", {"step": 2, **new}), (*words, "step_2")) for new, words in (
         *(({"step": value}, ("trainer.json",)) for value in ("2", 2.0, True, -1, 0, 3, 10**30, None, [2], NAN)),)},
     "trainer of other data": Case(puts("latest/trainer.json", {"step": 2, "data": "x"}), ("data.jsonl", "changed")),
-    "latest is a folder": Case(latest_is_a_folder, ("latest", "folder")),
+    "latest is a folder": Case(latest_is_a_folder, ("latest is a folder", "rename")),
     "latest is a file": Case(both(relink(None), puts("latest", "step_2")), ("latest",)),
     **{f"latest to {target}": Case(relink(target), ("trainer.json",)) for target in (".", "step_2/optimizer")},
     **{f"latest to {target} is mended": Case(relink(target)) for target in (None, "step_9", "step_1", "latest")},
@@ -657,7 +657,8 @@ def test_run_folder(monkeypatch, run, case):
     case.edit(run, random.Random(case.seed))
     before, inputs = snapshot(run), snapshot(good_input())
     engine = started if case.words and case.words != LATE else minigrpo.build_engine
-    code, said, _ = attempt(monkeypatch, continued(run), engine)
+    code, said, printed = attempt(monkeypatch, continued(run), engine)
+    assert code or "continues after update" in printed
     assert not changed(inputs, snapshot(good_input())) and not (run.parent / "marker").exists()
     assert not case.words or code == 1 and all(word in said for word in case.words), said
     assert not changed(before, snapshot(run)) if code else result_of(run) == whole_run()
