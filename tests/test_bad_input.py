@@ -539,7 +539,8 @@ def stopped_run() -> Path:
     """Two of four updates, with the checkpoints of both; then somebody stopped it."""
     run = made("stopped") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(minigrpo.Health, "check", lambda _, row: row["step"] == 1 and os.kill(os.getpid(), signal.SIGTERM))
+        stop = lambda _, row, rollouts: row["step"] == 1 and os.kill(os.getpid(), signal.SIGTERM)
+        patch.setattr(minigrpo.Health, "check", stop)
         code, said, printed = attempt(patch, continued(run))
     assert code == 0 and "stopped after update 2" in printed, said
     return run
