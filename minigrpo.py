@@ -58,7 +58,12 @@ from rewards import Group, Scorer
 USER_ERRORS = (UserError, checkpoint.UserError, colocate.UserError, model.UserError, rewards.UserError)
 
 
+ABOVE_0 = 1e-30  # and as much as fp32 can hold
+
+
 def option(default, help: str, **more):
+    """more: `choices`, or how `low` and `high` a number may be (if not said: 1 or more, fractions above 0)
+    and what to `use` instead."""
     return dataclasses.field(default=default, metadata={"help": help, **more})
 
 
@@ -73,7 +78,7 @@ class Config:
     reward: list[str] = option(("gsm8k",), "reward functions: built-in names or file.py:function")
     reward_weights: list[float] = option((), "one weight for each reward function (default 1)")
     reward_timeout: float = option(30.0, "seconds that scoring one group may take before it is killed")
-    reward_workers: int = option(1, "processes that score on each rank; 0: the trainer's own")
+    reward_workers: int = option(1, "processes that score on a rank; 0: the trainer's own", low=0, high=1024)
     system_prompt: str = option("", "put before every prompt as a system message")
     chat_template: str = option("", "a jinja file that replaces the model's chat template")
     prompt_column: str = option("", "column of the data file that holds the prompt (default: recognised)")
@@ -83,27 +88,30 @@ class Config:
     colocate: bool = option(False, "a vLLM engine on every rank; without, the policy samples for itself")
     split: bool = option(False, "the last rank only generates, the others only train; to compare with")
     prompts_per_step: int = option(16, "prompts a step, over all ranks")
-    num_generations: int = option(8, "completions a prompt: the group that a completion is compared with")
+    num_generations: int = option(8, "completions a prompt: the group that a completion is compared with",
+                                  low=2, use="8 or more: completions of a prompt are compared")
     max_completion_length: int = option(256, "tokens; a completion without EOS is cut here")
-    temperature: float = option(1.0, "divides the logits, in the sampler and in the trainer")
+    temperature: float = option(1.0, "divides the logits, in the sampler and in the trainer", low=1e-3,
+                                use="0.7 to 1.0; at 0 all completions are alike")
     vllm_gpu_memory_utilization: float = option(0.3, "share of the card that the awake engine may use; it "
-                                                "takes less where the batch's KV cache is smaller")
+                                                "takes less where the batch's KV cache is smaller",
+                                                low=0.01, high=0.99, use="0.1 to 0.9")
     vllm_enforce_eager: bool = option(False, "no CUDA graphs: starts sooner, generates slower")
     # the update
     loss_type: str = option("dapo", "how tokens are averaged", choices=("grpo", "dapo", "dr_grpo"))
     epsilon: float = option(0.2, "lower clip of the probability ratio, 1 - epsilon")
-    epsilon_high: float = option(0.0, "upper clip, 1 + epsilon_high; 0 takes epsilon")
+    epsilon_high: float = option(0.0, "upper clip, 1 + epsilon_high; 0 takes epsilon", low=0)
     scale_rewards: str = option("group", "std that divides advantages", choices=("group", "batch", "none"))
     mask_truncated_completions: bool = option(False, "do not train on completions that were cut")
     vllm_importance_sampling_correction: bool = option(True, "weigh tokens by trainer/sampler probability")
     vllm_importance_sampling_clip_max: float = option(3.0, "cap of that weight")
     learning_rate: float = option(1e-6, "peak learning rate of AdamW")
     lr_scheduler_type: str = option("constant", "after the warm-up", choices=("constant", "linear", "cosine"))
-    min_lr_rate: float = option(0.1, "the cosine ends at this fraction of the learning rate")
-    warmup_steps: int = option(0, "steps of linear warm-up")
-    weight_decay: float = option(0.0, "decoupled weight decay")
-    adam_beta1: float = option(0.9, "AdamW")
-    adam_beta2: float = option(0.999, "AdamW")
+    min_lr_rate: float = option(0.1, "the cosine ends at this part of the learning rate", low=0, high=0.999)
+    warmup_steps: int = option(0, "steps of linear warm-up", low=0)
+    weight_decay: float = option(0.0, "decoupled weight decay", low=0)
+    adam_beta1: float = option(0.9, "AdamW", low=0, high=0.999999)
+    adam_beta2: float = option(0.999, "AdamW", low=0, high=0.999999)
     adam_epsilon: float = option(1e-8, "AdamW")
     max_grad_norm: float = option(1.0, "the gradient's norm over all parameters is clipped to this")
     micro_batch_tokens: int = option(16384, "tokens of one forward and backward; lower it when out of memory")
@@ -113,15 +121,16 @@ class Config:
     dtype: str = option("auto", "working weights; auto is bfloat16 on a GPU, float32 on a CPU",
                         choices=("auto", "bfloat16", "float32"))
     # the run
-    max_steps: int = option(-1, "updates; -1 takes num_train_epochs over the data")
-    num_train_epochs: float = option(1.0, "passes over the data when max_steps is not given")
-    eval_steps: int = option(50, "greedy evaluation every so many steps, and before and after; 0 never")
+    max_steps: int = option(-1, "updates; -1 takes num_train_epochs over the data", low=-1,
+                            use="1 or more, or leave it away for --num_train_epochs")
+    num_train_epochs: float = option(1.0, "passes over the data when max_steps is not given", high=1e6)
+    eval_steps: int = option(50, "evaluate greedily every so many steps, before and after; 0: never", low=0)
     save_steps: int = option(50, "a checkpoint every so many steps; the last weights are always written")
     save_total_limit: int = option(2, "checkpoints to keep")
     timeout_minutes: float = option(30.0, "give up, naming the rank, when one is so much later than another")
     max_skipped: int = option(10, "give up after so many updates in a row whose gradient is not finite")
-    save_rollouts: int = option(10, "keep the completions of the last so many steps")
-    seed: int = option(0, "of the order of prompts and of every sample")
+    save_rollouts: int = option(10, "keep the completions of the last so many steps", low=0)
+    seed: int = option(0, "of the order of prompts and of every sample", low=-2**31)
     out: str = option("", "run folder (default: runs/<model>-<data>-<hash of the options>)")
     fresh: bool = option(False, "start anew where the run folder holds an earlier run")
 
@@ -143,31 +152,21 @@ REFUSED = {  # options that people bring along, and why they are not here
 
 def check(c: Config) -> None:
     """Raises UserError for values with which no run makes sense, and names values with which one does."""
-    at_least = dict(num_generations=2, prompts_per_step=1, max_completion_length=1, max_prompt_length=1,
-                    micro_batch_tokens=1, warmup_steps=0, eval_steps=0, save_rollouts=0, reward_workers=0,
-                    save_steps=1, save_total_limit=1, max_skipped=1, seed=-2**31, max_steps=-2**31)
-    for name, least in at_least.items():
-        value, most = getattr(c, name), 2**10 if name == "reward_workers" else 2**31
-        if not least <= value <= most:
-            use = f"{least} or more" if least < 2 else "8 or more: completions of a prompt are compared"
-            raise UserError(f"--{name} {value}: use {use if value < least else f'at most {most}'}")
+    for field in dataclasses.fields(c):
+        value, meta = getattr(c, field.name), field.metadata
+        if type(value) not in (int, float):
+            continue
+        low, high = (1, 2**31) if type(value) is int else (ABOVE_0, 1e30)
+        low, high = meta.get("low", low), meta.get("high", high)
+        if not low <= value <= high:  # nor is NaN
+            limit = f"at most {high}" if value > high else "above 0" if low == ABOVE_0 else f"{low} or more"
+            use = meta.get("use", f"{limit}, e.g. {field.default}")
+            raise UserError(f"--{field.name} {value}: use {use}")
     if (whole := c.prompts_per_step * c.num_generations) > 2**20:
         raise UserError(f"--prompts_per_step {c.prompts_per_step} times --num_generations "
                         f"{c.num_generations} is {whole}: use at most {2**20} completions a step")
-    if not 1e-3 <= c.temperature < 1e30:
-        raise UserError(f"--temperature {c.temperature}: use 0.7 to 1.0; at 0 all completions are alike")
-    for name in ("learning_rate", "epsilon", "max_grad_norm", "reward_timeout", "timeout_minutes",
-                 "adam_epsilon", "vllm_importance_sampling_clip_max"):
-        if not 1e-30 < getattr(c, name) < 1e30:  # what fp32 can hold
-            raise UserError(f"--{name} {getattr(c, name)}: use a value above 0, e.g. {Config.__dict__[name]}")
-    for name in ("epsilon_high", "min_lr_rate", "weight_decay", "adam_beta1", "adam_beta2"):
-        value, top = getattr(c, name), 1 if "beta" in name or name == "min_lr_rate" else 1e30
-        if not 0 <= value < top:
-            raise UserError(f"--{name} {value}: use 0 or more, under {top}, e.g. {Config.__dict__[name]}")
-    if not 0 < c.vllm_gpu_memory_utilization < 1:
-        raise UserError(f"--vllm_gpu_memory_utilization {c.vllm_gpu_memory_utilization}: use 0.1 to 0.9")
-    if c.max_steps == 0 or c.max_steps < -1 or (c.max_steps == -1 and not 0 < c.num_train_epochs < 1e6):
-        raise UserError("nothing to train: use --max_steps 1 or more, or --num_train_epochs above 0")
+    if c.max_steps == 0:
+        raise UserError("--max_steps 0: use 1 or more, or leave it away for --num_train_epochs")
     if c.colocate and c.split:
         raise UserError("--colocate and --split exclude each other: use --colocate, the faster one")
     if (c.colocate or c.split) and "RANK" not in os.environ:

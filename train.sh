@@ -35,7 +35,7 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "${1:-}" = test ]; then
   shift
-  exec $python -m pytest -q tests "$@"
+  exec $python -m pytest -q "$@"  # all of tests/, or those that are named
 fi
 
 # torchrun reports 1 when it was signalled, although the ranks have saved and ended well: the run folder knows.
