@@ -22,7 +22,9 @@ import json
 import math
 import os
 import shutil
+import statistics
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,9 +39,52 @@ METRICS = (
     "step", "reward", "reward_std", "frac_reward_zero_std", "completions/mean_length",
     "completions/clipped_ratio", "loss", "grad_norm", "learning_rate", "entropy", "clip_ratio", "kl",
     "logprob_gap/mean", "logprob_gap/max", "importance_ratio/mean", "importance_ratio/max", "ess",
-    "eval/accuracy", "unscored", "trained_tokens", "broken_logprobs", "skipped_updates", "time/wake",
+    "eval/accuracy", "unscored", "trained_tokens", "broken_logprobs", "skipped_updates",
+    "first_ratio_error", "time/wake",
     "time/generate", "time/eval", "time/sleep", "time/reward", "time/update", "time/step",
     "tokens_per_second_per_gpu", "mfu", "memory/peak_gib", "memory/asleep_gib", "weight_version")
+
+
+class Health:
+    """Watches the numbers of a run: warns where they look wrong, ends it where they are.
+
+    What decides is the same on every rank; rank 0 speaks.
+    """
+
+    def __init__(self, c, speaks: bool = False):
+        self.c, self.speaks, self.skipped, self.suspicious, self.warned = c, speaks, 0, 0, set()
+        self.first = {"logprob_gap/mean": [], "entropy": []}  # of the first ten steps: what is healthy here
+
+    def warn(self, step: int, text: str, once: str = "") -> None:
+        if self.speaks and once not in self.warned:
+            print(f"warning: step {step + 1}: {text}", flush=True)
+        self.warned |= {once} - {""}
+
+    def check(self, row: dict, rollouts: list = ()) -> None:
+        """Raises UserError after max_skipped updates skipped in a row, or three steps of a gap far off."""
+        gap, step = row["logprob_gap/mean"], row["step"]
+        usual, entropy = (statistics.median(v) if len(v) == 10 else None for v in self.first.values())
+        for key, values in self.first.items():
+            self.first[key] = [*values, row[key]][:10]
+        broken = row["skipped_updates"] or row["broken_logprobs"] > row["trained_tokens"]
+        self.skipped = self.skipped + 1 if broken else 0
+        if self.skipped >= self.c.max_skipped:
+            raise UserError(f"{self.skipped} updates in a row had gradients or log-probabilities that are "
+                            "not finite: lower --learning_rate")
+        off = usual is not None and gap > max(0.05, 3 * usual)
+        self.suspicious = self.suspicious + 1 if off else 0
+        if off:
+            differ = f"sampler and trainer differ by {gap:.3f} in log-probability, at first by {usual:.3f}"
+            self.warn(step, differ)
+            if self.suspicious >= 3:
+                raise UserError(f"{differ}: the engine no longer computes what the policy computes")
+        if entropy and row["entropy"] < 0.02 * entropy:
+            self.warn(step, f"entropy fell from {entropy:.2f} to {row['entropy']:.3f}: the completions of a "
+                      "prompt hardly differ, and a group without a difference teaches nothing", "entropy")
+        long = [r.completion_ids for r in rollouts if len(r.completion_ids) >= 32] if self.speaks else []
+        flooded = sum(Counter(ids).most_common(1)[0][1] > len(ids) / 2 for ids in long)
+        if flooded > len(long) / 4:
+            self.warn(step, f"one token is more than half of {flooded} of {len(long)} completions", "flood")
 
 
 class Run:

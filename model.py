@@ -256,6 +256,10 @@ class Policy(nn.Module):
         """[vocabulary, hidden]; the embedding table itself where the checkpoint ties them."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
+    @property
+    def device(self) -> torch.device:
+        return self.model.norm.weight.device
+
     @functools.cached_property
     def inv_freq(self) -> torch.Tensor:
         return rope_frequencies(self.config).to(self.model.norm.weight.device)
@@ -443,6 +447,12 @@ def flash_attention():
     return functools.partial(varlen_attn, window_size=(-1, 0), **({"enable_gqa": True} if told else {}))
 
 
+def upload(tensor: torch.Tensor, device) -> torch.Tensor:
+    """On its way to the GPU when this returns: from pinned memory nobody waits for what was queued before."""
+    on_gpu = torch.device(device).type == "cuda"
+    return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
+
+
 class PackedAttention:
     """Causal attention inside each sequence of a flat stream: attend(q, k, v), q [T, heads, head_dim].
 
@@ -456,11 +466,11 @@ class PackedAttention:
         ends = host.cumsum(0)
         starts = torch.repeat_interleave(ends - host, host)
         self.longest, column = max(lengths), torch.arange(sum(lengths)) - starts
-        self.positions = column.to(device)  # [T] place of each token inside its own sequence
+        self.positions = upload(column, device)  # [T] place of each token inside its own sequence
         half = torch.device(device).type == "cuda" and dtype in (torch.bfloat16, torch.float16)
         self.flash = flash_attention() if half else None
         if self.flash:
-            self.cumulative = F.pad(ends, (1, 0)).to(device, torch.int32)
+            self.cumulative = upload(F.pad(ends, (1, 0)).to(torch.int32), device)
         else:
             self.shape = (len(lengths), self.longest)
             rows = torch.repeat_interleave(torch.arange(len(lengths)), host)

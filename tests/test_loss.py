@@ -19,7 +19,7 @@ import minigrpo
 from data import Prompt, sample_seed
 from checkpoint import METRICS
 from minigrpo import (
-    Config, World, assign_advantages, completion_weights, group_advantages, policy_loss, update)
+    Config, ShardedAdamW, World, assign_advantages, completion_weights, group_advantages, policy_loss, update)
 from model import Policy
 
 DOUBLE = torch.float64
@@ -416,7 +416,7 @@ def test_unrewarded_completions_replace_old_advantages():
 
 # ---- L5 and the clipped surrogate --------------------------------------------------------------------------
 
-def surrogate(ratios, advantages, *, gaps=None, weight=None, cap=None, epsilon=0.2, epsilon_high=0.3):
+def surrogate(ratios, advantages, *, gaps=None, weight=None, cap=None, epsilon=0.2, epsilon_high=0.3, **more):
     """(loss, gradient of each log-probability, sums) with old log-probabilities of -1."""
     ratios = torch.tensor(ratios, dtype=DOUBLE)
     logp = (ratios.log() - 1).requires_grad_()
@@ -424,7 +424,7 @@ def surrogate(ratios, advantages, *, gaps=None, weight=None, cap=None, epsilon=0
     sampler = old - torch.tensor(gaps if gaps is not None else [0.0] * len(ratios), dtype=DOUBLE)
     weight = torch.tensor(weight if weight is not None else [1.0] * len(ratios), dtype=DOUBLE)
     loss, sums = policy_loss(logp, old, sampler, torch.tensor(advantages, dtype=DOUBLE), weight,
-                             epsilon=epsilon, epsilon_high=epsilon_high, importance_cap=cap)
+                             epsilon=epsilon, epsilon_high=epsilon_high, importance_cap=cap, **more)
     loss.backward()
     return loss.item(), logp.grad.tolist(), {k: v.item() for k, v in sums.items()}
 
@@ -441,6 +441,89 @@ def test_clipping_by_hand(ratio, advantage, value, slope, clipped):
     loss, grad, sums = surrogate([ratio], [advantage])
     assert loss == pytest.approx(-value) == sums["loss"] and grad == pytest.approx([-slope])
     assert sums["clipped"] == clipped and sums["tokens"] == 1
+
+
+@pytest.mark.parametrize("ratio, advantage, value, slope", [
+    (3.0, -2.0, -2 * 2.0, 0), (1.9, -2.0, -2 * 1.9, -3.8),  # capped at delta 2, where there was no cap
+    (3.0, 2.0, 2 * 1.3, 0), (0.5, -2.0, -2 * 0.8, 0), (0.5, 2.0, 1.0, 1.0)])  # as without
+def test_two_sided_clip_by_hand(ratio, advantage, value, slope):
+    loss, grad, _ = surrogate([ratio], [advantage], delta=2.0)
+    assert loss == pytest.approx(-value) and grad == pytest.approx([-slope])
+
+
+@pytest.mark.parametrize("ratio, advantage, weight, clipped", [
+    (1.5, 2.0, 1.5, False), (6.0, 2.0, 5.0, True), (6.0, -2.0, 5.0, False), (0.1, 2.0, 0.1, False)])
+def test_cispo_by_hand(ratio, advantage, weight, clipped):
+    """-min(ratio, 5) · advantage · log π; the gradient is that of log π alone, and no token loses it."""
+    loss, grad, sums = surrogate([ratio], [advantage], loss_type="cispo", epsilon_high=5.0)
+    assert loss == pytest.approx(-weight * advantage * (math.log(ratio) - 1))
+    assert grad == pytest.approx([-weight * advantage]) and sums["clipped"] == clipped
+
+
+def test_gspo_by_hand():
+    """Completions of 2 and 3 tokens, the last of which does not train. Ratios: sqrt(1.2 · 0.9) and sqrt(1.6 · 1.5),
+    which is over 1.3. d ratio / d log π of a token = ratio / tokens."""
+    first, second = math.sqrt(1.2 * 0.9), math.sqrt(1.6 * 1.5)
+    loss, grad, sums = surrogate([1.2, 0.9, 1.6, 1.5, 7.0], [2.0, 2.0, 1.0, 1.0, 1.0], weight=[0.5, 0.5, 0.25, 0.25, 0],
+                                 sequence=torch.tensor([0, 0, 1, 1, 1]))
+    assert loss == pytest.approx(-(first * 2.0 + 0.5 * 1.3))
+    assert grad == pytest.approx([-first, -first, 0, 0, 0]) and sums["clipped"] == 2
+    assert sums["ratio_error_max"] == pytest.approx(second - 1)
+    loss, grad, _ = surrogate([1.2, 0.9, 1.6, 1.5, 7.0], [2.0, 2.0, -1.0, -1.0, -1.0], weight=[0.5, 0.5, 0.25, 0.25, 0],
+                              sequence=torch.tensor([0, 0, 1, 1, 1]))
+    assert loss == pytest.approx(-(first * 2.0 - 0.5 * second))
+    assert grad == pytest.approx([-first, -first, second / 4, second / 4, 0])
+
+
+def test_leave_one_out_by_hand():
+    """Each reward against the mean of the others: 1 - 1/3, 0 - 2/3 …; nothing is divided by a standard deviation."""
+    scores = torch.tensor([[1.0, 0, 1, 0], [3, math.nan, 1, 2], [5, 5, 5, 5]], dtype=DOUBLE)
+    assert group_advantages(scores, "none", "leave_one_out").tolist() == [
+        pytest.approx([2 / 3, -2 / 3, 2 / 3, -2 / 3]), pytest.approx([1.5, 0, -1.5, 0]), [0, 0, 0, 0]]
+    scaled = group_advantages(scores, "group", "leave_one_out")[0]
+    assert scaled.tolist() == pytest.approx([x * 4 / 3 for x in group_advantages(scores)[0].tolist()])
+
+
+def test_several_updates_a_batch_by_plain_autograd(checkpoint):
+    """Two passes in two optimizer steps each against the same written down plainly: old
+    log-probabilities from before the first step, denominators of each minibatch, AdamW between."""
+    c = Config(num_generations=2, prompts_per_step=4, num_iterations=2, num_minibatches=2, loss_type="grpo",
+               learning_rate=1e-2, adam_epsilon=1e-3, epsilon=0.05, epsilon_high=0.1, max_completion_length=10,
+               micro_batch_tokens=12, max_grad_norm=0.5, vllm_importance_sampling_correction=False, temperature=0.7)
+    batch = [rollout(i, completion=[3 + i, 5, 7 + i % 3][:1 + i % 3], advantage=(-1.0) ** i * (1 + i))
+             for i in range(8)]
+    policy, other = (Policy.from_folder(checkpoint[0], dtype=DOUBLE) for _ in range(2))
+    optimizer = ShardedAdamW(policy, c, World())
+    sums = update(policy, optimizer, batch, 1e-2, c, World())
+
+    def logps(r):
+        stream = torch.tensor(r.prompt_ids + r.completion_ids)
+        hidden = other.packed(stream, [len(stream)])[len(r.prompt_ids) - 1:-1]
+        every = (hidden @ other.head_weight.T / 0.7).log_softmax(-1)
+        return every.gather(1, torch.tensor(r.completion_ids)[:, None])[:, 0]
+
+    with torch.no_grad():
+        old = [logps(r) for r in batch]
+    adam = torch.optim.AdamW(other.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.0)
+    losses, norms, clipped = [], [], 0
+    for half in (range(4), range(4, 8)) * 2:
+        loss = 0.0
+        for i in half:
+            ratio, a = (logps(batch[i]) - old[i]).exp(), batch[i].advantage
+            loss = loss - torch.minimum(ratio * a, ratio.clamp(0.95, 1.1) * a).mean() / 4
+            clipped += int(((ratio < 0.95) & (a < 0) | (ratio > 1.1) & (a > 0)).sum())
+        adam.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5).item())
+        adam.step()
+    assert clipped > 0 and losses[0] != losses[2]
+    for p, q in zip(policy.parameters(), other.parameters()):
+        assert torch.allclose(p, q, rtol=0, atol=1e-9)
+    assert sums["loss"] == pytest.approx(sum(losses) / 4)
+    assert sums["grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-4)
+    assert sums["clipped"] == clipped and sums["tokens"] == 2 * sum(len(r.completion_ids) for r in batch)
+    assert sums["ratio_error_max"] < 1e-12 and sums["skipped"] == 0
 
 
 def test_weights_multiply_and_masked_tokens_count_nowhere():

@@ -260,6 +260,10 @@ REFUSED = [  # flags, and what the message must hold: the flag, and something th
     (["--max_steps", "-2"], ["--max_steps", "1 or more"]),
     (["--model", "x", "--num_train_epochs", "0"], ["--num_train_epochs", "above 0"]),
     (["--colocate"], ["--colocate", "torchrun --nproc_per_node=1"]),
+    (["--prompts_per_step", "4", "--num_minibatches", "5"], ["--num_minibatches 5", "at most --prompts_per_step"]),
+    (["--num_iterations", "0"], ["--num_iterations 0", "1 or more"]),
+    (["--loss_type", "cispo"], ["--epsilon_high 0", "e.g. 5"]),
+    (["--delta", "1.1"], ["--delta 1.1", "e.g. 2"]),
     *(([f"--{name}", "0.5"], [f"--{name}", "log-probabilities"]) for name in (
         "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")),
     (["--top_p=0.9"], ["--top_p", "top_p 1"]),
@@ -361,16 +365,16 @@ def test_a_run_whose_numbers_go_wrong_ends_with_the_reason():
     health = Health(Config(max_skipped=3))
     for skipped in (1, 1, 0, 1, 1):  # never three in a row
         health.check({**row, "skipped_updates": skipped})
-    with pytest.raises(UserError, match="3 updates in a row.*--learning_rate"):
+    with pytest.raises(minigrpo.USER_ERRORS, match="3 updates in a row.*--learning_rate"):
         health.check({**row, "skipped_updates": 1})
     health = Health(Config(max_skipped=2))
     health.check({**row, "broken_logprobs": 10})  # more than what could be trained on
-    with pytest.raises(UserError, match="2 updates in a row"):
+    with pytest.raises(minigrpo.USER_ERRORS, match="2 updates in a row"):
         health.check({**row, "broken_logprobs": 10})
     health = Health(Config())
     for gap in [0.02] * 9 + [0.2] + [0.059, 0.07, 0.07, 0.05, 0.07, 0.07]:  # over 3 × 0.02 twice in a row
         health.check({**row, "logprob_gap/mean": gap})
-    with pytest.raises(UserError, match="differ by 0.070 .* at first by 0.020"):
+    with pytest.raises(minigrpo.USER_ERRORS, match="differ by 0.070 .* at first by 0.020"):
         health.check({**row, "logprob_gap/mean": 0.07})
     health = Health(Config())
     for gap in [1e-7] * 10 + [0.049] * 20:  # under 0.05 nothing is alarming

@@ -188,7 +188,7 @@ def test_update_balances_by_cost(monkeypatch):
     lengths = [2 + min(4095, int(rng.expovariate(4 / 4096))) for _ in range(64)]
     batch = [ranks.rollout(i, [3], [5] * (n - 1)) for i, n in enumerate(lengths)]
     done, stats = [], {"tokens": torch.tensor(1)}
-    monkeypatch.setattr(minigrpo, "micro_batch_loss", lambda policy, rollouts, masks, weights, c: (
+    monkeypatch.setattr(minigrpo, "micro_batch_loss", lambda policy, rollouts, masks, weights, old_logp, c: (
         done[-1].extend(r.slot for r in rollouts), (torch.zeros((), requires_grad=True), stats))[1])
     optimizer = types.SimpleNamespace(begin=lambda: None, step=lambda rate: 0.0)
     for rank in range(size):
@@ -291,7 +291,9 @@ def test_decode_loop_refuses_the_log_probability_of_another_token():
 # ---- Rollouts written while the update runs ----------------------------------------------------------------
 
 def run_in(folder, **options) -> Run:
-    return Run(Config(out=str(folder), **options), types.SimpleNamespace(rank=0, gather=lambda value: [value]))
+    run = Run(Config(out=str(folder), **options), types.SimpleNamespace(rank=0, gather=lambda value: [value]))
+    run.begin()
+    return run
 
 
 def test_a_row_is_recorded_after_its_rollouts(tmp_path, monkeypatch):
@@ -317,9 +319,10 @@ def test_a_row_is_recorded_after_its_rollouts(tmp_path, monkeypatch):
 
 def test_an_error_while_writing_rollouts_is_an_error_of_the_step(tmp_path):
     run = run_in(tmp_path)
+    (tmp_path / "rollouts").rmdir()
     (tmp_path / "rollouts").write_text("a file where a folder should be")
     run.write_rollouts(0, [ranks.rollout(0)])
-    with pytest.raises(FileExistsError, match="rollouts"):
+    with pytest.raises(NotADirectoryError, match="rollouts"):
         run.record({"step": 0})
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
