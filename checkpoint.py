@@ -39,9 +39,8 @@ METRICS = (
     "step", "reward", "reward_std", "frac_reward_zero_std", "completions/mean_length",
     "completions/clipped_ratio", "loss", "grad_norm", "learning_rate", "entropy", "clip_ratio", "kl",
     "logprob_gap/mean", "logprob_gap/max", "importance_ratio/mean", "importance_ratio/max", "ess",
-    "eval/accuracy", "unscored", "trained_tokens", "broken_logprobs", "skipped_updates",
-    "first_ratio_error", "time/wake",
-    "time/generate", "time/eval", "time/sleep", "time/reward", "time/update", "time/step",
+    "eval/accuracy", "unscored", "trained_tokens", "broken_logprobs", "skipped_updates", "first_ratio_error",
+    "time/wake", "time/generate", "time/eval", "time/sleep", "time/reward", "time/update", "time/step",
     "tokens_per_second_per_gpu", "mfu", "memory/peak_gib", "memory/asleep_gib", "weight_version")
 
 
