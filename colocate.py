@@ -469,7 +469,7 @@ def prove(args) -> None:
         torch.cuda.set_device(device)
     torch.distributed.init_process_group("nccl" if cuda else "gloo")
     dtype = getattr(torch, args.dtype)
-    policy, before = Policy.from_folder(args.model, device, dtype), used_gib(cuda)
+    policy, before = Policy.from_folder(args.model, device, dtype), card_in_use() / 2**30
     engine = ColocatedEngine(args.model, dtype=dtype, max_model_len=256, max_num_seqs=args.sequences,
                              gpu_memory_utilization=args.gpu_memory_utilization, enforce_eager=not cuda)
     say = print if rank == 0 else lambda *a: None
@@ -477,11 +477,11 @@ def prove(args) -> None:
         f"{len(list(policy.parameters()))} tensors on each of {os.environ['WORLD_SIZE']} ranks")
     prompt = [t % policy.config.vocab_size for t in range(3, 40)]
     for turn in range(args.rounds):
-        asleep = used_gib(cuda)
+        asleep = card_in_use() / 2**30
         engine.wake(policy.named_parameters())
         [group] = engine.generate([prompt], n=args.sequences, max_tokens=64, temperature=1.0, seeds=[turn],
                                   eos_token_ids=[])
-        awake = used_gib(cuda)
+        awake = card_in_use() / 2**30
         with torch.no_grad():
             stream = torch.tensor([t for ids, _ in group for t in prompt + ids], device=device)
             lengths = [len(prompt) + len(ids) for ids, _ in group]
@@ -500,9 +500,12 @@ def prove(args) -> None:
     engine.close()
 
 
-def used_gib(cuda: bool) -> float:
-    free, total = torch.cuda.mem_get_info() if cuda else (0, 0)
-    return (total - free) / 2**30
+def card_in_use() -> int:
+    """Bytes of the GPU that are taken, by torch or by others, without what torch only keeps for later."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - (torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ the ranks. One reduce-scatter and one all-gather a step. DDP would keep all 18 o
 After the rollouts of all ranks are gathered, everything up to the gradient is a pure function of that one
 batch: advantages, denominators and the division of work are computed by every rank alike, so no rank can wait
 for another.
-
-Left out: see the README.
 """
 
 import argparse
@@ -52,7 +50,6 @@ from model import (
     parameter_count, token_logprobs, upload, write_tiny_model)
 from rewards import Group, Scorer
 
-# Each module stands alone, and so has its own.
 USER_ERRORS = (UserError, checkpoint.UserError, colocate.UserError, model.UserError, rewards.UserError)
 
 
@@ -106,6 +103,7 @@ class Config:
     delta: float = option(0.0, "caps the ratio also where the advantage is negative; 0: does not", low=0)
     importance_sampling_level: str = option("token", "what has a ratio of its own; sequence is GSPO",
                                             choices=("token", "sequence"))
+    beta: float = option(0.0, "weight of the KL term, which holds the policy near its first weights", low=0)
     scale_rewards: str = option("group", "std that divides advantages", choices=("group", "batch", "none"))
     baseline: str = option("group", "what a reward is compared with: the mean of all, or of the others",
                            choices=("group", "leave_one_out"))
@@ -153,7 +151,6 @@ REFUSED = {  # options that people bring along, and why they are not here
         "sampler's log-probabilities are of another distribution than the one that is trained"),
     "per_device_train_batch_size": "use --prompts_per_step (over all ranks) and --micro_batch_tokens",
     "gradient_accumulation_steps": "use --micro_batch_tokens: micro-batches are cut by length",
-    "beta": "there is no KL term here yet: beta is 0, as in TRL's default",
 }
 
 
@@ -232,7 +229,8 @@ def completion_weights(tokens: list[int], loss_type: str, max_completion_length:
 
 
 def policy_loss(logp, old_logp, sampler_logp, advantage, weight, *, epsilon: float, epsilon_high: float,
-                importance_cap: float | None, loss_type: str = "dapo", delta: float = 0.0, sequence=None):
+                importance_cap: float | None, loss_type: str = "dapo", delta: float = 0.0, sequence=None,
+                reference_logp=None, beta: float = 0.0):
     """The clipped surrogate (PPO, eq. 7), summed with weights that already hold the denominators.
 
     All float [T], a token each; weight is 0 where a token is not trained, whatever else stands there.
@@ -241,7 +239,8 @@ def policy_loss(logp, old_logp, sampler_logp, advantage, weight, *, epsilon: flo
     (MiniMax-M1, eq. 4). sequence: int64 [T], the completion of each token: it has one ratio, the geometric
     mean over its trained tokens (GSPO, eq. 7). importance_cap: tokens are weighed by min(trainer / sampler
     probability, cap), the truncated importance sampling that corrects for the engine's rounding; None leaves
-    it out. Returns (loss, {sums for the metrics}).
+    it out. reference_logp: adds beta · KL, estimated as e^d - d - 1 with d = log π_reference - log π (k3 of
+    Schulman 2020). Returns (loss, {sums for the metrics}).
     """
     trained = weight > 0
     log_ratio = torch.where(trained, logp - old_logp, 0.0)  # masked before exp: inf × 0 would be NaN
@@ -261,9 +260,14 @@ def policy_loss(logp, old_logp, sampler_logp, advantage, weight, *, epsilon: flo
     mismatch = gap.exp()
     correction = 1.0 if importance_cap is None else mismatch.clamp(max=importance_cap)
     loss = -(weight * correction * surrogate).sum()
+    stats = {}
+    if reference_logp is not None:
+        difference = torch.where(trained, reference_logp - logp, 0.0)
+        kl = difference.exp() - difference - 1
+        loss, stats = loss + beta * (weight * kl).sum(), {"kl": kl.detach().sum()}
     gap, mismatch = gap.abs(), torch.where(trained, mismatch, 0.0)  # the metrics see the mismatch uncapped
-    return loss, {"loss": loss.detach(), "tokens": trained.sum(), "clipped": (clipped & trained).sum(),
-                  "gap": gap.sum(), "gap_max": gap.max(), "mismatch": mismatch.sum(),
+    return loss, {**stats, "loss": loss.detach(), "tokens": trained.sum(), "gap": gap.sum(),
+                  "gap_max": gap.max(), "clipped": (clipped & trained).sum(), "mismatch": mismatch.sum(),
                   "mismatch_max": mismatch.max(), "mismatch_squared": mismatch.square().sum(),
                   "ratio_error_max": (ratio - 1).abs().max().detach()}
 
@@ -273,12 +277,8 @@ def learning_rate_at(step: int, c: Config) -> float:
     if step < c.warmup_steps:
         return c.learning_rate * (step + 1) / c.warmup_steps
     progress = (step - c.warmup_steps) / max(1, c.max_steps - c.warmup_steps)
-    if c.lr_scheduler_type == "linear":
-        return c.learning_rate * (1 - progress)
-    if c.lr_scheduler_type == "cosine":
-        cosine = (1 + math.cos(math.pi * progress)) / 2
-        return c.learning_rate * (c.min_lr_rate + (1 - c.min_lr_rate) * cosine)
-    return c.learning_rate
+    cosine = c.min_lr_rate + (1 - c.min_lr_rate) * (1 + math.cos(math.pi * progress)) / 2
+    return c.learning_rate * {"constant": 1, "linear": 1 - progress, "cosine": cosine}[c.lr_scheduler_type]
 
 
 # ---- Ranks -------------------------------------------------------------------------------------------------
@@ -300,6 +300,7 @@ class World:
         if self.cuda:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
+            self.card = torch.cuda.mem_get_info()[1]  # bytes
         else:  # ranks share the cores; sums in one thread keep one order
             torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
         if "RANK" in os.environ:
@@ -343,10 +344,9 @@ class World:
 
     def gather(self, value) -> list:
         """The value of every rank, in their order, on every rank. Values are pickled and travel by CPU."""
-        if self.size == 1:
-            return [value]
-        values = [None] * self.size
-        dist.all_gather_object(values, value)
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
         return values
 
     def now(self) -> float:
@@ -376,7 +376,7 @@ class ShardedAdamW:
     ALIGN = 64  # elements: every parameter starts at an address that matrix products like
 
     def __init__(self, policy: torch.nn.Module, c: Config, world: World):
-        self.c, self.world, self.grads = c, world, None
+        self.c, self.world, self.grads, self.reference = c, world, None, None
         self.parameters, self.offsets, size = list(policy.parameters()), [], 0
         for p in self.parameters:
             self.offsets.append(size)
@@ -427,11 +427,28 @@ class ShardedAdamW:
             self.adam.param_groups[0]["lr"] = learning_rate
             self.adam.step()
             self.master.grad = None
-            self.weights[self.shard].copy_(self.master)
-            if self.world.size > 1:
-                mine = self.weights[self.shard]
-                ALL_GATHER(self.weights, mine if self.world.cuda else mine.clone())
+            self.spread(self.master)
         return norm
+
+    def spread(self, shard: torch.Tensor) -> None:
+        """The policy takes its weights from the shards of all ranks."""
+        mine = self.weights[self.shard].copy_(shard)
+        if self.world.size > 1:
+            ALL_GATHER(self.weights, mine if self.world.cuda else mine.clone())
+
+    def keep_reference(self, policy: Policy) -> None:
+        """This rank's shard of another policy's weights; on the CPU, so that it costs a GPU nothing."""
+        flat = torch.zeros(self.weights.shape, dtype=self.weights.dtype)
+        for p, offset in zip(policy.parameters(), self.offsets):
+            flat[offset:offset + p.numel()] = p.detach().flatten()
+        self.reference = flat[self.shard].clone()
+
+    @contextlib.contextmanager
+    def as_reference(self):
+        """Inside, the policy is the reference."""
+        self.spread(self.reference)
+        yield
+        self.spread(self.master)
 
     def save(self, folder: Path) -> None:
         """Writes this rank's shard."""
@@ -543,15 +560,19 @@ def update(policy: Policy, optimizer: ShardedAdamW, rollouts: list[Rollout], lea
     groups = len(rollouts) // c.num_generations
     cuts = [m * groups // c.num_minibatches * c.num_generations for m in range(c.num_minibatches + 1)]
     steps = [divide(policy, rollouts[low:high], c, world) for low, high in itertools.pairwise(cuts)]
-    old = [[None] * len(batches) for batches, _ in steps]
-    if c.num_iterations * c.num_minibatches > 1:  # the policy moves away from the one that sampled
-        with torch.no_grad():
-            old = [[completion_logprobs(policy, b[0], c)[0] for b in batches] for batches, _ in steps]
+    everywhere = lambda: [[completion_logprobs(policy, b[0], c)[0] for b in batches] for batches, _ in steps]
+    old = reference = [[None] * len(batches) for batches, _ in steps]
+    with torch.no_grad():
+        if c.num_iterations * c.num_minibatches > 1:  # the policy moves away from the one that sampled
+            old = everywhere()
+        if c.beta:
+            with optimizer.as_reference():
+                reference = everywhere()
     sums, norms = [], []
-    for (batches, _), old_logps in [*zip(steps, old)] * c.num_iterations:
+    for (batches, _), *logps in [*zip(steps, old, reference)] * c.num_iterations:
         optimizer.begin()
-        for batch, old_logp in zip(batches, old_logps):
-            loss, stats = micro_batch_loss(policy, *batch, old_logp, c)
+        for batch, old_logp, reference_logp in zip(batches, *logps):
+            loss, stats = micro_batch_loss(policy, *batch, old_logp, reference_logp, c)
             loss.backward()
             sums.append(stats)
         norms.append(optimizer.step(learning_rate))
@@ -577,7 +598,7 @@ def completion_logprobs(policy: Policy, rollouts: list[Rollout], c: Config):
     return token_logprobs(hidden, policy.head_weight, tokens[places], c.temperature)
 
 
-def micro_batch_loss(policy: Policy, rollouts: list[Rollout], masks, weights, old_logp, c: Config):
+def micro_batch_loss(policy: Policy, rollouts, masks, weights, old_logp, reference_logp, c: Config):
     """Loss and metric sums of one micro-batch. old_logp: None where the policy is the one that sampled."""
     logp, entropy = completion_logprobs(policy, rollouts, c)
     sampler_logp, advantage, weight = (
@@ -585,14 +606,12 @@ def micro_batch_loss(policy: Policy, rollouts: list[Rollout], masks, weights, ol
             [p for r in rollouts for p in r.sampler_logps],
             [r.advantage for r in rollouts for _ in r.completion_ids],
             [w * m for w, mask in zip(weights, masks) for m in mask]))
-    sequence = None
-    if c.importance_sampling_level == "sequence":
-        owner = [i for i, r in enumerate(rollouts) for _ in r.completion_ids]
-        sequence = upload(torch.tensor(owner), logp.device)
+    owner = torch.tensor([i for i, r in enumerate(rollouts) for _ in r.completion_ids])
+    sequence = upload(owner, logp.device) if c.importance_sampling_level == "sequence" else None
     loss, stats = policy_loss(
         logp, logp.detach() if old_logp is None else old_logp, sampler_logp, advantage, weight,
         loss_type=c.loss_type, epsilon=c.epsilon, epsilon_high=c.epsilon_high or c.epsilon, delta=c.delta,
-        sequence=sequence,
+        sequence=sequence, reference_logp=reference_logp, beta=c.beta,
         importance_cap=c.vllm_importance_sampling_clip_max if c.vllm_importance_sampling_correction else None)
     return loss, {**stats, "entropy": torch.where(weight > 0, entropy, 0.0).sum()}
 
@@ -632,12 +651,6 @@ def timed(seconds: dict, stage: str, world: World):
     seconds[f"time/{stage}"] = world.now() - start
 
 
-def card_in_use() -> int:
-    """Bytes of the GPU that are taken, by torch or by others, without what torch only keeps for later."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free - (torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
-
-
 def step_metrics(rollouts: list[Rollout], scores: torch.Tensor, sums: dict, policy: Policy, world: World,
                  seconds: dict) -> dict:
     """The row of metrics.jsonl that one step gives; scores are the rewards [groups, G]."""
@@ -656,6 +669,7 @@ def step_metrics(rollouts: list[Rollout], scores: torch.Tensor, sums: dict, poli
         "loss": sums.get("loss", 0.0), "grad_norm": sums["grad_norm"],
         "skipped_updates": sums["skipped"], "first_ratio_error": sums.get("ratio_error_max", 0.0),
         "entropy": sums.get("entropy", 0.0) / tokens, "clip_ratio": sums.get("clipped", 0) / tokens,
+        "kl": sums["kl"] / tokens if "kl" in sums else None,
         "logprob_gap/mean": sums.get("gap", 0.0) / tokens, "logprob_gap/max": sums.get("gap_max", 0.0),
         "importance_ratio/mean": mismatch / tokens, "importance_ratio/max": sums.get("mismatch_max", 0.0),
         "ess": mismatch ** 2 / (tokens * max(sums.get("mismatch_squared", 0.0), 1e-30)),
@@ -694,16 +708,14 @@ def load(c: Config, folder: Path, weights: Path,
         c.max_steps = math.ceil(c.num_train_epochs * len(prompts.train) / c.prompts_per_step)
     dtype = {"auto": torch.bfloat16 if world.cuda else torch.float32}.get(c.dtype) or getattr(torch, c.dtype)
     if world.cuda and (c.colocate or c.split):
-        card = torch.cuda.mem_get_info()[1]
-        prompts.notes.append(plan_memory(c, config, dtype.itemsize, world.size, card)[0])
+        prompts.notes.append(plan_memory(c, config, dtype.itemsize, world.size, world.card)[0])
     policy = Policy.from_folder(weights, world.device, dtype)
     if weights != folder:
         checkpoint.shards(weights / "optimizer", list(policy.parameters()))
         if policy.config != config:
             raise UserError(f"{weights / 'config.json'} is not the one of {c.model}: --fresh starts anew")
     worthwhile = world.cuda and parameter_count(config) > 4e8  # smaller ones wait for the CPU anyway
-    compiled = {"auto": worthwhile, "on": True, "off": False}[c.compile]
-    policy.training_mode(compiled=compiled, recompute=c.recompute)
+    policy.training_mode({"auto": worthwhile, "on": True, "off": False}[c.compile], c.recompute)
     return tokenizer, prompts, held_out, scorer, policy
 
 
@@ -740,8 +752,7 @@ def build_engine(c: Config, folder: Path, policy: Policy, world: World):
         max_num_seqs=-(-c.prompts_per_step // ranks) * c.num_generations, sleeps=c.colocate,
         enforce_eager=c.vllm_enforce_eager or not world.cuda)
     if world.cuda:
-        card = torch.cuda.mem_get_info()[1]
-        _, arguments["kv_cache_bytes"] = plan_memory(c, policy.config, dtype.itemsize, world.size, card)
+        _, arguments["kv_cache_bytes"] = plan_memory(c, policy.config, dtype.itemsize, world.size, world.card)
     if c.colocate:
         return ColocatedEngine(**arguments)
     return RemoteEngine(world.link, arguments)
@@ -771,6 +782,8 @@ def train(c: Config, world: World) -> None:
     optimizer = ShardedAdamW(policy, c, world)  # after the engine: vLLM measures the memory that is free
     say(f"{c.model} on {world.size} ranks, {c.max_steps} steps; everything is written to {run.folder}, "
         f"a checkpoint in about {run.seconds_to_save(optimizer):.1f} s")
+    if c.beta:
+        optimizer.keep_reference(Policy.from_folder(folder, "cpu", optimizer.weights.dtype))
     if start:
         optimizer.load(run.latest / "optimizer")
         if not torch.equal(optimizer.master.bfloat16(), optimizer.weights[optimizer.shard].bfloat16()):
@@ -797,7 +810,7 @@ def train(c: Config, world: World) -> None:
         with watch("sleep"):                                                                    # 3. sleep
             engine.sleep()
         if world.cuda:
-            row["memory/asleep_gib"] = card_in_use() / 2**30
+            row["memory/asleep_gib"] = colocate.card_in_use() / 2**30
             torch.cuda.reset_peak_memory_stats()
         with watch("reward"):                                                                   # 4. reward
             scorer.state.update(global_step=step, max_steps=c.max_steps)
@@ -876,7 +889,7 @@ def main() -> None:
 
 
 def yield_to_torchrun(seconds: float) -> None:
-    """Where another rank has ended with an error, torchrun ends this one in the meantime."""
+    """Where another rank ended with an error, torchrun ends this one in the meantime."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(seconds)
 

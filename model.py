@@ -281,7 +281,7 @@ class Policy(nn.Module):
         attend = PackedAttention(lengths, tokens.device, self.model.norm.weight.dtype)
         return self(tokens, attend.positions, [attend] * len(self.model.layers), self.run_block)
 
-    def training_mode(self, *, compiled: bool = False, recompute: bool = False) -> None:
+    def training_mode(self, compiled: bool = False, recompute: bool = False) -> None:
         """How `packed` runs its blocks. compiled: torch.compile fuses what lies between the matrix products;
         one graph serves all layers and lengths. recompute: the backward pass computes each block once more,
         so that only the blocks' inputs are kept (Chen et al. 2016)."""

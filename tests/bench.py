@@ -46,7 +46,7 @@ def measured(engine_class, args, seen: dict):
     """The engine, with lengths as asked for, and with its clock and memory written down."""
     import torch
 
-    from minigrpo import card_in_use
+    from colocate import card_in_use
 
     class Measured(engine_class):
         def __init__(self, *a, **k):

@@ -475,6 +475,52 @@ def test_gspo_by_hand():
     assert grad == pytest.approx([-first, -first, second / 4, second / 4, 0])
 
 
+def test_kl_by_hand():
+    """k3 with log π_reference - log π = d: e^d - d - 1, slope 1 - e^d in log π; the third token does not train."""
+    logp = torch.tensor([-1.0, -2.0, -1.0], dtype=DOUBLE, requires_grad=True)
+    reference = torch.tensor([-1.5, -1.0, -INF], dtype=DOUBLE)
+    weight = torch.tensor([0.5, 0.25, 0.0], dtype=DOUBLE)
+    loss, sums = policy_loss(logp, logp.detach(), logp.detach(), torch.zeros(3, dtype=DOUBLE), weight, epsilon=0.2,
+                             epsilon_high=0.2, importance_cap=None, reference_logp=reference, beta=0.1)
+    loss.backward()
+    first, second = math.exp(-0.5) + 0.5 - 1, math.exp(1.0) - 1.0 - 1
+    assert loss.item() == pytest.approx(0.1 * (0.5 * first + 0.25 * second)) == sums["loss"].item()
+    assert sums["kl"].item() == pytest.approx(first + second)
+    assert logp.grad.tolist() == pytest.approx([0.05 * (1 - math.exp(-0.5)), 0.025 * (1 - math.e), 0])
+
+
+def test_the_reference_is_the_first_model_and_comes_back_out(checkpoint):
+    """With advantages of 0 only the KL term moves the policy: back to the reference, which is held as a shard."""
+    c = Config(num_generations=2, beta=0.5, max_grad_norm=1e30, temperature=0.7,
+               vllm_importance_sampling_correction=False)
+    policy, first = (Policy.from_folder(checkpoint[0], dtype=DOUBLE) for _ in range(2))
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.mul_(1.05)
+    optimizer = Reduced(policy, c, World()).optimizer
+    optimizer.keep_reference(first)
+    before = [p.clone() for p in policy.parameters()]
+    with optimizer.as_reference():
+        assert all(torch.equal(p, q) for p, q in zip(policy.parameters(), first.parameters()))
+    assert all(torch.equal(p, q) for p, q in zip(policy.parameters(), before))
+    batch = [rollout(i, completion=[3 + i, 5, 7]) for i in range(2)]
+    for r in batch:
+        r.advantage = 0.0
+    sums = update(policy, optimizer, batch, 0.0, c, World())
+
+    def logps(model, r):
+        stream = torch.tensor(r.prompt_ids + r.completion_ids)
+        hidden = model.packed(stream, [len(stream)])[len(r.prompt_ids) - 1:-1]
+        every = (hidden @ model.head_weight.T / 0.7).log_softmax(-1)
+        return every.gather(1, torch.tensor(r.completion_ids)[:, None])[:, 0]
+
+    with torch.no_grad():
+        d = torch.cat([logps(first, r) - logps(policy, r) for r in batch])
+    kl = (d.exp() - d - 1).sum().item()
+    assert kl > 1e-3 and sums["kl"] == pytest.approx(kl, rel=1e-9) and sums["grad_norm"] > 0
+    assert sums["loss"] == pytest.approx(0.5 * kl / 6, rel=1e-9)
+
+
 def test_leave_one_out_by_hand():
     """Each reward against the mean of the others: 1 - 1/3, 0 - 2/3 …; nothing is divided by a standard deviation."""
     scores = torch.tensor([[1.0, 0, 1, 0], [3, math.nan, 1, 2], [5, 5, 5, 5]], dtype=DOUBLE)

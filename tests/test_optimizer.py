@@ -267,7 +267,7 @@ REFUSED = [  # flags, and what the message must hold: the flag, and something th
     *(([f"--{name}", "0.5"], [f"--{name}", "log-probabilities"]) for name in (
         "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")),
     (["--top_p=0.9"], ["--top_p", "top_p 1"]),
-    (["--beta", "0.04"], ["--beta", "beta is 0"]),
+    (["--beta", "-1"], ["--beta -1", "0 or more"]),
     (["--per_device_train_batch_size", "8"], ["--per_device_train_batch_size", "--prompts_per_step"]),
     (["--gradient_accumulation_steps", "8"], ["--gradient_accumulation_steps", "--micro_batch_tokens"]),
 ]

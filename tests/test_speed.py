@@ -188,7 +188,7 @@ def test_update_balances_by_cost(monkeypatch):
     lengths = [2 + min(4095, int(rng.expovariate(4 / 4096))) for _ in range(64)]
     batch = [ranks.rollout(i, [3], [5] * (n - 1)) for i, n in enumerate(lengths)]
     done, stats = [], {"tokens": torch.tensor(1)}
-    monkeypatch.setattr(minigrpo, "micro_batch_loss", lambda policy, rollouts, masks, weights, old_logp, c: (
+    monkeypatch.setattr(minigrpo, "micro_batch_loss", lambda policy, rollouts, masks, weights, old_logp, reference_logp, c: (
         done[-1].extend(r.slot for r in rollouts), (torch.zeros((), requires_grad=True), stats))[1])
     optimizer = types.SimpleNamespace(begin=lambda: None, step=lambda rate: 0.0)
     for rank in range(size):
