@@ -35,6 +35,37 @@ logp.sum().backward()
 policy.save("out", source="model")
 print(logp.shape == (5,), len(sample(policy, [[5, 6]], 3, 1.0, [0], [1])) == 1)
 """,
+    "checkpoint.py": """
+import json
+from dataclasses import dataclass
+from types import SimpleNamespace as Bag
+import torch
+from checkpoint import Run, shards
+from safetensors.torch import load_file, save_file
+@dataclass
+class Options:
+    model: str = "model"; data: str = "sums"; out: str = "run"; fresh: bool = False
+    save_rollouts: int = 2; save_total_limit: int = 1; learning_rate: float = 0.1
+weight = torch.arange(64.0)
+adam = {"master": weight, "exp_avg": weight * 0, "exp_avg_sq": weight * 0, "step": torch.tensor(3.0)}
+optimizer = Bag(weights=weight, master=weight, save=lambda folder: save_file(adam, folder / "00000.safetensors"))
+policy = Bag(save=lambda folder, source: save_file({"w": weight}, folder / "model.safetensors"))
+one = lambda: Run(Options(), Bag(rank=0, size=1, gather=lambda value: [value]))
+run = one()
+run.begin()
+for step in range(5):
+    run.write_rollouts(step, [Bag(slot=0, reward=step)])
+    run.record({"step": step, "reward": step})
+    if step == 2:
+        run.save(policy, optimizer, "model", 3, note="as it was")
+run.lock.close()
+again = one()
+again.begin()
+rows = [json.loads(line) for line in open("run/metrics.jsonl")]
+print(again.state == {"step": 3, "note": "as it was"}, [row["step"] for row in rows] == [0, 1, 2])
+[(path, first, end)] = shards(again.latest / "optimizer", [weight])
+print(torch.equal(load_file(path)["master"], weight), (first, end) == (0, 64))
+""",
     "colocate.py": """
 import torch
 from safetensors.torch import load_file
