@@ -95,7 +95,7 @@ class Config:
     # the update
     loss_type: str = option("dapo", "how tokens are averaged; cispo weighs instead of clipping",
                             choices=("grpo", "dapo", "dr_grpo", "cispo"))
-    num_iterations: int = option(1, "passes over each batch; more than 1 uses dear rollouts again")
+    num_iterations: int = option(1, "passes over each batch; more than 1 uses dear rollouts again", high=64)
     num_minibatches: int = option(1, "optimizer steps a pass; at most prompts_per_step")
     epsilon: float = option(0.2, "lower clip of the probability ratio, 1 - epsilon")
     epsilon_high: float = option(0.0, "upper clip, 1 + epsilon_high; 0 takes epsilon. cispo: the cap itself",

@@ -101,12 +101,13 @@ def attempt(monkeypatch, flags, engine=minigrpo.build_engine) -> tuple[int, str,
 
 
 def snapshot(folder: Path) -> dict:
-    """Every path below the folder with what it is; the lock is the program's own."""
+    """Every path below the folder with what it is; the lock is the program's own, __pycache__ python's."""
     def state(path):
         if path.is_symlink():
             return os.readlink(path)
         return "folder" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
-    return {str(p.relative_to(folder)): state(p) for p in sorted(folder.rglob("*")) if p.name != "lock"}
+    return {str(p.relative_to(folder)): state(p) for p in sorted(folder.rglob("*"))
+            if p.name != "lock" and "__pycache__" not in p.parts}
 
 
 def changed(before: dict, after: dict) -> list:
