@@ -71,7 +71,7 @@ class ColocatedEngine:
         check_environment(self.cuda)
         self.tied = read_config(folder).get("tie_word_embeddings", False)
         self.expected = checkpoint_shapes(folder)
-        if self.cuda and kv_cache_bytes is None:
+        if self.cuda:
             check_free_memory(gpu_memory_utilization)
         sizes = sorted({1, 2, 4, *range(8, min(max_num_seqs, 512) + 1, 8), min(max_num_seqs, 512)})
         prepare_environment()

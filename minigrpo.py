@@ -581,7 +581,7 @@ def update(policy: Policy, optimizer: ShardedAdamW, rollouts: list[Rollout], lea
     ranks = world.gather(add_up([{k: v.item() for k, v in stats.items()} for stats in sums]))
     whole = {**dict.fromkeys(("loss", "tokens"), 0), **add_up(ranks)}
     return {**whole, "loss": whole["loss"] / len(norms), "grad_norm": sum(norms) / len(norms),
-            "tokens": whole["tokens"], "skipped": sum(not math.isfinite(norm) for norm in norms),
+            "skipped": sum(not math.isfinite(norm) for norm in norms),
             "trained_lengths": [n for _, lengths in steps for n in lengths] * c.num_iterations,
             "broken_logprobs": sum(not math.isfinite(p) for r in rollouts for p in r.sampler_logps)}
 
@@ -606,8 +606,8 @@ def micro_batch_loss(policy: Policy, rollouts, masks, weights, old_logp, referen
             [p for r in rollouts for p in r.sampler_logps],
             [r.advantage for r in rollouts for _ in r.completion_ids],
             [w * m for w, mask in zip(weights, masks) for m in mask]))
-    owner = torch.tensor([i for i, r in enumerate(rollouts) for _ in r.completion_ids])
-    sequence = upload(owner, logp.device) if c.importance_sampling_level == "sequence" else None
+    sequence = None if c.importance_sampling_level == "token" else upload(
+        torch.tensor([i for i, r in enumerate(rollouts) for _ in r.completion_ids]), logp.device)
     loss, stats = policy_loss(
         logp, logp.detach() if old_logp is None else old_logp, sampler_logp, advantage, weight,
         loss_type=c.loss_type, epsilon=c.epsilon, epsilon_high=c.epsilon_high or c.epsilon, delta=c.delta,
@@ -750,6 +750,7 @@ def build_engine(c: Config, folder: Path, policy: Policy, world: World):
     arguments = dict(
         folder=folder, dtype=dtype, max_model_len=c.max_prompt_length + c.max_completion_length,
         max_num_seqs=-(-c.prompts_per_step // ranks) * c.num_generations, sleeps=c.colocate,
+        gpu_memory_utilization=c.vllm_gpu_memory_utilization,
         enforce_eager=c.vllm_enforce_eager or not world.cuda)
     if world.cuda:
         _, arguments["kv_cache_bytes"] = plan_memory(c, policy.config, dtype.itemsize, world.size, world.card)
@@ -871,7 +872,6 @@ def parse(arguments: list[str]) -> Config:
 
 
 def main() -> None:
-    rank = int(os.environ.get("RANK", 0))
     try:
         c = parse(sys.argv[1:])
         check(c)
@@ -880,7 +880,7 @@ def main() -> None:
         if dist.is_initialized():  # ending a vLLM engine has already destroyed it
             dist.destroy_process_group()
     except USER_ERRORS as error:
-        yield_to_torchrun(2 * (rank > 0))  # all ranks see most of them: rank 0 says it
+        yield_to_torchrun(2 * (os.environ.get("RANK", "0") != "0"))  # all see most: rank 0 says it
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
     except RuntimeError:
