@@ -267,6 +267,35 @@ class Run:
                 discard(self.folder / f"step_{old}")
 
 
+def step_metrics(rollouts: list, scores, sums: dict, policy, world, seconds: dict) -> dict:
+    """What one step adds to its row of metrics.jsonl. scores: the rewards [groups, G], NaN where there is
+    none. sums: what `update` returns, over all ranks. seconds: the row so far."""
+    scored, tokens = scores[~scores.isnan()], max(1, sums.get("tokens", 0))
+    count, mismatch = len(rollouts), sums.get("mismatch", 0.0)
+    generated = sum(len(r.completion_ids) for r in rollouts)
+    stds = [g[~g.isnan()].std().item() for g in scores if (~g.isnan()).sum() > 1]
+    flops = world.peak_flops and policy.update_flops(sums["trained_lengths"])
+    return {
+        "reward": scored.mean().item() if len(scored) else None,
+        "reward_std": sum(stds) / len(stds) if stds else None,
+        "frac_reward_zero_std": sum(s <= 1e-6 for s in stds) / len(scores),
+        "unscored": count - len(scored), "broken_logprobs": sums["broken_logprobs"],
+        "trained_tokens": sums["tokens"],
+        "completions/mean_length": generated / count,
+        "completions/clipped_ratio": sum(r.truncated for r in rollouts) / count,
+        "loss": sums.get("loss", 0.0), "grad_norm": sums["grad_norm"],
+        "skipped_updates": sums["skipped"], "first_ratio_error": sums.get("ratio_error_max", 0.0),
+        "entropy": sums.get("entropy", 0.0) / tokens, "clip_ratio": sums.get("clipped", 0) / tokens,
+        "kl": sums["kl"] / tokens if "kl" in sums else None,
+        "logprob_gap/mean": sums.get("gap", 0.0) / tokens, "logprob_gap/max": sums.get("gap_max", 0.0),
+        "importance_ratio/mean": mismatch / tokens, "importance_ratio/max": sums.get("mismatch_max", 0.0),
+        "ess": mismatch ** 2 / (tokens * max(sums.get("mismatch_squared", 0.0), 1e-30)),
+        "tokens_per_second_per_gpu": generated / seconds["time/step"] / (world.size + bool(world.link)),
+        "mfu": flops and flops / (seconds["time/update"] * world.peak_flops * world.size),
+        "weight_version": rollouts[0].weight_version,
+    }
+
+
 def number_of(path: Path) -> int:
     """N of step_N or step_N.jsonl, -1 for a name of somebody else's."""
     number = path.name[5:].removesuffix(".jsonl")

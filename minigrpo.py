@@ -42,7 +42,7 @@ import checkpoint
 import data
 import model
 import rewards
-from checkpoint import Health, Run
+from checkpoint import Health, Run, step_metrics
 from colocate import ColocatedEngine, Link, RemoteEngine
 from data import Prompt, PromptSet, Tokenizer, UserError, load_prompts, prompt_indices, sample_seed
 from model import (
@@ -296,11 +296,12 @@ class World:
     def __init__(self, split: bool = False, timeout_minutes: float = 30.0):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.cuda, self.link, self.generates = torch.cuda.is_available(), None, False
-        self.device = torch.device("cpu")
+        self.device, self.peak_flops = torch.device("cpu"), None
         if self.cuda:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
-            self.card = torch.cuda.mem_get_info()[1]  # bytes
+            self.card, name = torch.cuda.mem_get_info()[1], torch.cuda.get_device_name()  # bytes
+            self.peak_flops = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
         else:  # ranks share the cores; sums in one thread keep one order
             torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
         if "RANK" in os.environ:
@@ -649,38 +650,6 @@ def timed(seconds: dict, stage: str, world: World):
     yield
     world.meet(stage)
     seconds[f"time/{stage}"] = world.now() - start
-
-
-def step_metrics(rollouts: list[Rollout], scores: torch.Tensor, sums: dict, policy: Policy, world: World,
-                 seconds: dict) -> dict:
-    """The row of metrics.jsonl that one step gives; scores are the rewards [groups, G]."""
-    scored, tokens = scores[~scores.isnan()], max(1, sums.get("tokens", 0))
-    count, mismatch = len(rollouts), sums.get("mismatch", 0.0)
-    generated = sum(len(r.completion_ids) for r in rollouts)
-    stds = [g[~g.isnan()].std().item() for g in scores if (~g.isnan()).sum() > 1]
-    row = {
-        "reward": scored.mean().item() if len(scored) else None,
-        "reward_std": sum(stds) / len(stds) if stds else None,
-        "frac_reward_zero_std": sum(s <= 1e-6 for s in stds) / len(scores),
-        "unscored": count - len(scored), "broken_logprobs": sums["broken_logprobs"],
-        "trained_tokens": sums["tokens"],
-        "completions/mean_length": generated / count,
-        "completions/clipped_ratio": sum(r.truncated for r in rollouts) / count,
-        "loss": sums.get("loss", 0.0), "grad_norm": sums["grad_norm"],
-        "skipped_updates": sums["skipped"], "first_ratio_error": sums.get("ratio_error_max", 0.0),
-        "entropy": sums.get("entropy", 0.0) / tokens, "clip_ratio": sums.get("clipped", 0) / tokens,
-        "kl": sums["kl"] / tokens if "kl" in sums else None,
-        "logprob_gap/mean": sums.get("gap", 0.0) / tokens, "logprob_gap/max": sums.get("gap_max", 0.0),
-        "importance_ratio/mean": mismatch / tokens, "importance_ratio/max": sums.get("mismatch_max", 0.0),
-        "ess": mismatch ** 2 / (tokens * max(sums.get("mismatch_squared", 0.0), 1e-30)),
-        "tokens_per_second_per_gpu": generated / seconds["time/step"] / (world.size + bool(world.link)),
-        "weight_version": rollouts[0].weight_version,
-    }
-    if world.cuda:
-        peak = next((v for k, v in PEAK_FLOPS.items() if k in torch.cuda.get_device_name()), None)
-        flops = policy.update_flops(sums["trained_lengths"])
-        row["mfu"] = peak and flops / (seconds["time/update"] * peak * world.size)
-    return row
 
 
 def load(c: Config, folder: Path, weights: Path,

@@ -65,6 +65,15 @@ def measured(engine_class, args, seen: dict):
             seen["times"].append(dict(self.times))
             seen["checksums"].append(self.checksums)
 
+        def push(self, pairs):
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            super().push(pairs)
+            if torch.cuda.is_available():  # beyond what trainer and engine hold anyway
+                seen["push_extra_mib"].append((torch.cuda.max_memory_allocated() - before) / 2**20)
+                seen["largest_tensor_mib"] = max(tensor.nbytes for _, tensor in pairs) / 2**20
+
         def generate(self, prompts, **k):
             start = time.perf_counter()
             samples = super().generate(prompts, **k | {"eos_token_ids": []})
@@ -97,7 +106,7 @@ def main() -> None:
     import checkpoint
     import colocate
     import minigrpo
-    seen = {"wakes": [], "times": [], "checksums": [], "generate": [], "tokens": []}
+    seen = {"wakes": [], "times": [], "checksums": [], "generate": [], "tokens": [], "push_extra_mib": []}
     minigrpo.ColocatedEngine = colocate.ColocatedEngine = measured(colocate.ColocatedEngine, args, seen)
     checkpoint.Run.save = lambda *a, **k: None
     folder = Path(tempfile.gettempdir(), f"bench-{os.environ['MASTER_PORT']}")
@@ -146,7 +155,8 @@ def report(args, c, seen: dict, rows: list[dict], gpus: int) -> None:
         "trained_tokens": median(r["trained_tokens"] for r in rows),
         "seconds_per_million_trained_tokens": whole / median(r["trained_tokens"] for r in rows) * 1e6,
         "engine_start_s": seen.get("engine_start"), "first_rollout_s": seen.get("first_rollout"),
-        "awake_gib": seen.get("awake_gib"),
+        "awake_gib": seen.get("awake_gib"), "largest_tensor_mib": seen.get("largest_tensor_mib"),
+        "push_extra_mib": max(seen["push_extra_mib"], default=None),
         **{key: (lambda values: median(values) if values else None)([r[key] for r in rows if r[key] is not None])
            for key in ("mfu", "memory/peak_gib", "memory/asleep_gib", "logprob_gap/mean", "grad_norm")},
         "checksums_equal": all(c is None or c[0] == c[1] for c in seen["checksums"]),
@@ -161,7 +171,8 @@ def report(args, c, seen: dict, rows: list[dict], gpus: int) -> None:
           f" | {row['completion_tokens_per_second_per_gpu']:.0f} tok/s/GPU, "
           f"{row['seconds_per_million_trained_tokens']:.1f} s/Mtok"
           f" | MFU {number(row['mfu'], '.1%')} | GiB peak {number(row['memory/peak_gib'], '.1f')} asleep "
-          f"{number(row['memory/asleep_gib'], '.1f')} awake {number(row['awake_gib'], '.1f')}"
+          f"{number(row['memory/asleep_gib'], '.1f')} awake {number(row['awake_gib'], '.1f')}, a push adds "
+          f"{number(row['push_extra_mib'], '.0f')} MiB"
           f" | gap {row['logprob_gap/mean']:.4f}, checksum {'equal' if row['checksums_equal'] else 'DIFFERS'} at"
           f" {row['pushes']} pushes | engine {number(row['engine_start_s'], '.1f')} s, first rollout"
           f" {number(row['first_rollout_s'], '.1f')} s", flush=True)

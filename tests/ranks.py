@@ -23,8 +23,9 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
+from checkpoint import step_metrics
 from data import write_digits_tokenizer
-from minigrpo import Config, Rollout, ShardedAdamW, World, assign_advantages, step_metrics, update
+from minigrpo import Config, Rollout, ShardedAdamW, World, assign_advantages, update
 from model import Policy
 
 NAN, INF, EOS = math.nan, math.inf, 1
