@@ -61,18 +61,14 @@ def measured(engine_class, args, seen: dict):
 
         def wake(self, *a, **k):
             seen["wakes"].append(time.perf_counter())
-            super().wake(*a, **k)
-            seen["times"].append(dict(self.times))
-            seen["checksums"].append(self.checksums)
-
-        def push(self, pairs):
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-            super().push(pairs)
+            super().wake(*a, **k)
             if torch.cuda.is_available():  # beyond what trainer and engine hold anyway
-                seen["push_extra_mib"].append((torch.cuda.max_memory_allocated() - before) / 2**20)
-                seen["largest_tensor_mib"] = max(tensor.nbytes for _, tensor in pairs) / 2**20
+                extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+                seen["wake_extra_mib"].append(extra / 2**20)
+            seen["times"].append(dict(self.times))
+            seen["checksums"].append(self.checksums)
 
         def generate(self, prompts, **k):
             start = time.perf_counter()
@@ -85,6 +81,18 @@ def measured(engine_class, args, seen: dict):
             return samples
 
     return Measured
+
+
+def world_with_clock(world_class, seen: dict):
+    """World, writing down how long each rank's forward and backward passes take."""
+    class Clocked(world_class):
+        def meet(self, stage: str) -> None:
+            if stage == "the backward passes":
+                seen["backward"].append(self.gather(self.now() - self.began))
+            super().meet(stage)
+            self.began = self.now()
+
+    return Clocked
 
 
 def main() -> None:
@@ -106,8 +114,9 @@ def main() -> None:
     import checkpoint
     import colocate
     import minigrpo
-    seen = {"wakes": [], "times": [], "checksums": [], "generate": [], "tokens": [], "push_extra_mib": []}
+    seen = {"wakes": [], "times": [], "checksums": [], "generate": [], "tokens": [], "wake_extra_mib": [], "backward": []}
     minigrpo.ColocatedEngine = colocate.ColocatedEngine = measured(colocate.ColocatedEngine, args, seen)
+    minigrpo.World = world_with_clock(minigrpo.World, seen)
     checkpoint.Run.save = lambda *a, **k: None
     folder = Path(tempfile.gettempdir(), f"bench-{os.environ['MASTER_PORT']}")
     folder.mkdir(exist_ok=True)
@@ -155,8 +164,8 @@ def report(args, c, seen: dict, rows: list[dict], gpus: int) -> None:
         "trained_tokens": median(r["trained_tokens"] for r in rows),
         "seconds_per_million_trained_tokens": whole / median(r["trained_tokens"] for r in rows) * 1e6,
         "engine_start_s": seen.get("engine_start"), "first_rollout_s": seen.get("first_rollout"),
-        "awake_gib": seen.get("awake_gib"), "largest_tensor_mib": seen.get("largest_tensor_mib"),
-        "push_extra_mib": max(seen["push_extra_mib"], default=None),
+        "awake_gib": seen.get("awake_gib"), "wake_extra_mib": max(seen["wake_extra_mib"], default=None),
+        "slowest_over_fastest_rank": median(max(times) / min(times) for times in seen["backward"][1:]),
         **{key: (lambda values: median(values) if values else None)([r[key] for r in rows if r[key] is not None])
            for key in ("mfu", "memory/peak_gib", "memory/asleep_gib", "logprob_gap/mean", "grad_norm")},
         "checksums_equal": all(c is None or c[0] == c[1] for c in seen["checksums"]),
@@ -171,8 +180,9 @@ def report(args, c, seen: dict, rows: list[dict], gpus: int) -> None:
           f" | {row['completion_tokens_per_second_per_gpu']:.0f} tok/s/GPU, "
           f"{row['seconds_per_million_trained_tokens']:.1f} s/Mtok"
           f" | MFU {number(row['mfu'], '.1%')} | GiB peak {number(row['memory/peak_gib'], '.1f')} asleep "
-          f"{number(row['memory/asleep_gib'], '.1f')} awake {number(row['awake_gib'], '.1f')}, a push adds "
-          f"{number(row['push_extra_mib'], '.0f')} MiB"
+          f"{number(row['memory/asleep_gib'], '.1f')} awake {number(row['awake_gib'], '.1f')}, a wake adds "
+          f"{number(row['wake_extra_mib'], '.0f')} MiB | forward and backward of the slowest rank "
+          f"{row['slowest_over_fastest_rank']:.3f} of the fastest's"
           f" | gap {row['logprob_gap/mean']:.4f}, checksum {'equal' if row['checksums_equal'] else 'DIFFERS'} at"
           f" {row['pushes']} pushes | engine {number(row['engine_start_s'], '.1f')} s, first rollout"
           f" {number(row['first_rollout_s'], '.1f')} s", flush=True)

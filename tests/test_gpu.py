@@ -19,7 +19,7 @@ def test_flash_attention_equals_padded_attention_forward_and_backward():
     fast = PackedAttention(lengths, "cuda", torch.bfloat16)
     slow = PackedAttention(lengths, "cuda", torch.float32)
     assert fast.flash and not slow.flash
-    out, reference = fast(0, q, k, v), slow(0, *exact)
+    out, reference = fast(q, k, v), slow(*exact)
     (out.float() * up).sum().backward()
     (reference * up).sum().backward()
     for got, want in [(out, reference), (q.grad, exact[0].grad), (k.grad, exact[1].grad), (v.grad, exact[2].grad)]:
