@@ -28,8 +28,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 
 class UserError(ValueError):
     """Something the person who started the run can fix: says what, where, and what to do."""
@@ -39,7 +37,8 @@ METRICS = (
     "step", "reward", "reward_std", "frac_reward_zero_std", "completions/mean_length",
     "completions/clipped_ratio", "loss", "grad_norm", "learning_rate", "entropy", "clip_ratio", "kl",
     "logprob_gap/mean", "logprob_gap/max", "importance_ratio/mean", "importance_ratio/max", "ess",
-    "eval/accuracy", "unscored", "trained_tokens", "broken_logprobs", "skipped_updates", "first_ratio_error",
+    "eval/accuracy", "unscored", "dropped_groups", "trained_tokens", "broken_logprobs", "skipped_updates",
+    "first_ratio_error",
     "time/wake", "time/generate", "time/eval", "time/sleep", "time/reward", "time/update", "time/step",
     "tokens_per_second_per_gpu", "mfu", "memory/peak_gib", "memory/asleep_gib", "weight_version")
 
@@ -96,6 +95,7 @@ class Run:
 
     def __init__(self, c, world):
         self.c, self.world, self.writes, self.recent = c, world, world.rank == 0, []
+        self.metrics = dict.fromkeys(METRICS)
         self.options = {k: v for k, v in dataclasses.asdict(c).items() if k not in ("out", "fresh")}
         digest = hashlib.sha256(json.dumps(self.options, sort_keys=True).encode()).hexdigest()[:8]
         self.folder = Path(c.out or f"runs/{Path(c.model).name}-{Path(c.data).stem}-{digest}")
@@ -197,7 +197,7 @@ class Run:
             writing.result()  # a full disk is an error of this step
         with open(self.folder / "metrics.jsonl", "a") as file:
             number = lambda v: v if v is None or math.isfinite(v) else None  # JSON has no NaN
-            file.write(json.dumps({key: number(row.get(key)) for key in METRICS}) + "\n")
+            file.write(json.dumps({key: number(row.get(key)) for key in self.metrics}) + "\n")
 
     def write_rollouts(self, step: int, rollouts: list) -> None:
         """Begins to write rollouts/step_N.jsonl, beside what follows: the update leaves the CPU idle. Of the
@@ -279,8 +279,8 @@ def step_metrics(rollouts: list, scores, sums: dict, policy, world, seconds: dic
         "reward": scored.mean().item() if len(scored) else None,
         "reward_std": sum(stds) / len(stds) if stds else None,
         "frac_reward_zero_std": sum(s <= 1e-6 for s in stds) / len(scores),
-        "unscored": count - len(scored), "broken_logprobs": sums["broken_logprobs"],
-        "trained_tokens": sums["tokens"],
+        "unscored": count - len(scored), "dropped_groups": sum(r.round for r in rollouts) // scores.shape[1],
+        "broken_logprobs": sums["broken_logprobs"], "trained_tokens": sums["tokens"],
         "completions/mean_length": generated / count,
         "completions/clipped_ratio": sum(r.truncated for r in rollouts) / count,
         "loss": sums.get("loss", 0.0), "grad_norm": sums["grad_norm"],
@@ -310,29 +310,6 @@ def read_object(path: Path) -> dict:
     except (OSError, ValueError, RecursionError) as caught:
         error = caught
     raise UserError(f"{path} is damaged ({error}): --fresh starts anew")
-
-
-def shards(folder: Path, parameters: list) -> list[tuple[Path, int, int]]:
-    """(file, its first element, its end) of each part of an optimizer, in order. Raises UserError where they
-    are damaged or do not make up the optimizer of `parameters`."""
-    found, end, size = [], 0, sum(p.numel() for p in parameters)
-    again = f"remove {folder.parent.resolve()} to continue from the checkpoint before, or use --fresh"
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt") as file:
-                slices = [file.get_slice(name) for name in ("master", "exp_avg", "exp_avg_sq")]
-                [(_, length)] = {(s.get_dtype(), *s.get_shape()) for s in slices}
-                file.get_tensor("step").item()
-        except (OSError, SafetensorError, ValueError, RuntimeError) as error:
-            raise UserError(f"{path} is damaged ({error}): {again}") from None
-        found.append((path, end, end + length))
-        end += length
-    padding = 64 * (len(parameters) + len(found))  # at most; ShardedAdamW aligns parameters and shards
-    numbered = [path.name for path, *_ in found] == [f"{n:05}.safetensors" for n in range(len(found))]
-    if not (numbered and size <= end <= size + padding):
-        raise UserError(f"{folder}: {end} elements in {len(found)} files are not the optimizer of the {size} "
-                        f"weights beside it: {again}")
-    return found
 
 
 def rewrite(path: Path, content: bytes) -> None:

@@ -20,39 +20,35 @@ for another.
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import functools
 import itertools
 import math
 import os
 import signal
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-import colocate
 import checkpoint
+import colocate
 import data
 import model
 import rewards
+import sharded
 from checkpoint import Health, Run, step_metrics
-from colocate import ColocatedEngine, Link, RemoteEngine
+from colocate import ColocatedEngine, RemoteEngine
 from data import Prompt, PromptSet, Tokenizer, UserError, load_prompts, prompt_indices, sample_seed
 from model import (
-    PEAK_FLOPS, WARM_START, ModelConfig, Policy, PolicySampler, balance, checkpoint_folder, memory_plan, pack,
+    WARM_START, ModelConfig, Policy, PolicySampler, balance, checkpoint_folder, memory_plan, pack,
     parameter_count, token_logprobs, upload, write_tiny_model)
 from rewards import Group, Scorer
+from sharded import ShardedAdamW, World
 
-USER_ERRORS = (UserError, checkpoint.UserError, colocate.UserError, model.UserError, rewards.UserError)
-
-
+USER_ERRORS = tuple(module.UserError for module in (checkpoint, colocate, data, model, rewards, sharded))
 ABOVE_0 = 1e-30  # and as much as fp32 can hold
 
 
@@ -69,7 +65,7 @@ class Config:
     # what to train on
     model: str = option("tiny", "a folder with a Hugging Face checkpoint, or a hub id; 'tiny' is built in")
     data: str = option("digits", "prompts: a file, or built in: digits (single-digit sums), sums (two-digit)")
-    eval_data: str = option("", "a file of prompts to evaluate on; built-in tasks bring their own")
+    eval_data: list[str] = option((), "files of prompts to evaluate on; built-in tasks bring their own")
     reward: list[str] = option(("gsm8k",), "reward functions: built-in names or file.py:function")
     reward_weights: list[float] = option((), "one weight for each reward function (default 1)")
     reward_timeout: float = option(30.0, "seconds that scoring one group may take before it is killed")
@@ -86,6 +82,8 @@ class Config:
     num_generations: int = option(8, "completions a prompt: the group that a completion is compared with",
                                   low=2, use="8 or more: completions of a prompt are compared")
     max_completion_length: int = option(256, "tokens; a completion without EOS is cut here")
+    dynamic_sampling_rounds: int = option(0, "replace groups whose rewards all agree, up to so many times "
+                                          "(DAPO); when most are all right or all wrong", low=0, high=64)
     temperature: float = option(1.0, "divides the logits, in the sampler and in the trainer", low=1e-3,
                                 use="0.7 to 1.0; at 0 all completions are alike")
     vllm_gpu_memory_utilization: float = option(0.3, "share of the card that the awake engine may use; it "
@@ -120,6 +118,7 @@ class Config:
     adam_epsilon: float = option(1e-8, "AdamW")
     max_grad_norm: float = option(1.0, "the gradient's norm over all parameters is clipped to this")
     micro_batch_tokens: int = option(16384, "tokens of one forward and backward; lower it when out of memory")
+    optimizer_offload: bool = option(False, "master weights and moments in the CPU's memory: slower updates")
     recompute: bool = option(False, "keep no activations between forward and backward: a third more work")
     compile: str = option("auto", "fuse layers with torch.compile, 10 to 15 s at first, updates a quarter "
                           "shorter; auto: GPUs, from 0.4 billion parameters", choices=("auto", "on", "off"))
@@ -129,7 +128,10 @@ class Config:
     max_steps: int = option(-1, "updates; -1 takes num_train_epochs over the data", low=-1,
                             use="1 or more, or leave it away for --num_train_epochs")
     num_train_epochs: float = option(1.0, "passes over the data when max_steps is not given", high=1e6)
-    eval_steps: int = option(50, "evaluate greedily every so many steps, before and after; 0: never", low=0)
+    eval_steps: int = option(50, "evaluate every so many steps, before and after; 0: never", low=0)
+    eval_num_generations: int = option(1, "completions a prompt at evaluation; from 2 on also gives pass@k")
+    eval_temperature: float = option(0.0, "of evaluation; 0 is greedy", low=0)
+    eval_max_completion_length: int = option(0, "tokens at evaluation; 0: as in training", low=0)
     save_steps: int = option(50, "a checkpoint every so many steps; the last weights are always written")
     save_total_limit: int = option(2, "checkpoints to keep")
     timeout_minutes: float = option(30.0, "give up, naming the rank, when one is so much later than another")
@@ -138,6 +140,11 @@ class Config:
     seed: int = option(0, "of the order of prompts and of every sample", low=-2**31)
     out: str = option("", "run folder (default: runs/<model>-<data>-<hash of the options>)")
     fresh: bool = option(False, "start anew where the run folder holds an earlier run")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the engine has to hold."""
+        return self.max_prompt_length + max(self.max_completion_length, self.eval_max_completion_length)
 
 
 # What the bare command runs: about two minutes on two CPU cores.
@@ -173,6 +180,9 @@ def check(c: Config) -> None:
         raise UserError("--max_steps 0: use 1 or more, or leave it away for --num_train_epochs")
     if c.num_minibatches > c.prompts_per_step:
         raise UserError(f"--num_minibatches {c.num_minibatches}: use at most --prompts_per_step")
+    if c.eval_num_generations > 1 and c.eval_temperature == 0:
+        raise UserError(f"--eval_num_generations {c.eval_num_generations}: greedy completions are all alike: "
+                        "give --eval_temperature, e.g. 1.0")
     if c.loss_type == "cispo" and c.epsilon_high <= 1:
         raise UserError(f"--epsilon_high {c.epsilon_high} is the cap of cispo's weights: use e.g. 5")
     if 0 < c.delta <= 1 + (c.epsilon_high or c.epsilon):
@@ -272,6 +282,24 @@ def policy_loss(logp, old_logp, sampler_logp, advantage, weight, *, epsilon: flo
                   "ratio_error_max": (ratio - 1).abs().max().detach()}
 
 
+def eval_metrics(points: dict[str, list[list[float]]]) -> dict[str, float]:
+    """Accuracy, the mean over all completions, and pass@k for k = 2, 4, ...: the chance that one of k has the
+    full score, from c such among n without bias 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1).
+
+    points: data set → prompt → the score of each of its n completions. Of several sets, of each one too.
+    """
+    sets = {"eval": [p for prompts in points.values() for p in prompts]}
+    sets |= {f"eval/{name}": prompts for name, prompts in points.items() if len(points) > 1}
+    row = {}
+    for name, prompts in sets.items():
+        n = len(prompts[0])
+        row[f"{name}/accuracy"] = sum(sum(p) / n for p in prompts) / len(prompts)
+        for k in (2**i for i in range(1, n.bit_length())):
+            missed = [math.comb(n - sum(v >= 1 for v in p), k) / math.comb(n, k) for p in prompts]
+            row[f"{name}/pass@{k}"] = 1 - sum(missed) / len(prompts)
+    return row
+
+
 def learning_rate_at(step: int, c: Config) -> float:
     """Learning rate of update `step`, from 0: linear warm-up, then constant, linear or cosine."""
     if step < c.warmup_steps:
@@ -279,192 +307,6 @@ def learning_rate_at(step: int, c: Config) -> float:
     progress = (step - c.warmup_steps) / max(1, c.max_steps - c.warmup_steps)
     cosine = c.min_lr_rate + (1 - c.min_lr_rate) * (1 + math.cos(math.pi * progress)) / 2
     return c.learning_rate * {"constant": 1, "linear": 1 - progress, "cosine": cosine}[c.lr_scheduler_type]
-
-
-# ---- Ranks -------------------------------------------------------------------------------------------------
-
-class Stalled(Exception):
-    """A rank did not come to where the others wait."""
-
-
-class World:
-    """This process among the ranks of the job; without torchrun a single one.
-
-    With `split` the last rank generates: it is not counted in `size`, and `link` joins it with rank 0.
-    """
-
-    def __init__(self, split: bool = False, timeout_minutes: float = 30.0):
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.cuda, self.link, self.generates = torch.cuda.is_available(), None, False
-        self.device, self.peak_flops = torch.device("cpu"), None
-        if self.cuda:
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-            torch.cuda.set_device(self.device)
-            self.card, name = torch.cuda.mem_get_info()[1], torch.cuda.get_device_name()  # bytes
-            self.peak_flops = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
-        else:  # ranks share the cores; sums in one thread keep one order
-            torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
-        if "RANK" in os.environ:
-            threading.Thread(target=self.end_with_torchrun, args=(os.getppid(),), daemon=True).start()
-            self.patience = datetime.timedelta(minutes=timeout_minutes)
-            self.join(split)
-
-    def join(self, split: bool) -> None:
-        store, _, _ = next(dist.rendezvous("env://"))  # torchrun's
-        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # One host: after a restart torchrun's store still holds the addresses of those who died.
-            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
-        if split:
-            self.size -= 1
-            self.generates = self.rank == self.size
-            if self.rank in (0, self.size):
-                self.link = Link(store, int(self.generates), self.device)
-        if not self.generates:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo", timeout=self.patience,
-                                    store=dist.PrefixStore("trainers", store), rank=self.rank,
-                                    world_size=self.size)
-            self.meeting = dist.new_group(backend="gloo", timeout=self.patience)
-
-    @staticmethod
-    def end_with_torchrun(parent: int) -> None:
-        """torchrun's workers live in sessions of their own: killing it with -9 would leave them running."""
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    def meet(self, stage: str) -> None:
-        """Returns when all ranks are here. Raises Stalled, naming those that are not in time."""
-        start = time.monotonic()
-        try:
-            if self.size > 1:
-                dist.monitored_barrier(self.meeting, self.patience, wait_all_ranks=True)
-        except RuntimeError as error:
-            if time.monotonic() - start < self.patience.total_seconds() - 1:
-                raise  # the connection broke: the other rank says why
-            raise Stalled(f"after {self.patience} at the end of {stage}: {error}") from None
-
-    def gather(self, value) -> list:
-        """The value of every rank, in their order, on every rank. Values are pickled and travel by CPU."""
-        values = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(values, value)
-        return values
-
-    def now(self) -> float:
-        """Seconds on a clock, once the GPU has done what it was given."""
-        if self.cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def share(self, items: list) -> list:
-        """This rank's contiguous part of a list that every rank has; parts differ by at most one."""
-        return items[self.rank * len(items) // self.size:(self.rank + 1) * len(items) // self.size]
-
-
-# torch 2.13 renamed both and warns at the old names; 2.11 has only those.
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class ShardedAdamW:
-    """AdamW whose fp32 master weights and moments are cut over the ranks (ZeRO stage 2).
-
-    The parameters become views of one flat buffer in the working dtype. Backward passes add into a flat
-    buffer of gradients in at least fp32, which exists only between `begin` and `step`. One rank's shard is
-    1/N of both.
-    """
-
-    ALIGN = 64  # elements: every parameter starts at an address that matrix products like
-
-    def __init__(self, policy: torch.nn.Module, c: Config, world: World):
-        self.c, self.world, self.grads, self.reference = c, world, None, None
-        self.parameters, self.offsets, size = list(policy.parameters()), [], 0
-        for p in self.parameters:
-            self.offsets.append(size)
-            size += -(-p.numel() // self.ALIGN) * self.ALIGN
-        shard = -(-size // (world.size * self.ALIGN)) * self.ALIGN
-        first = self.parameters[0]
-        self.weights = torch.zeros(shard * world.size, dtype=first.dtype, device=first.device)
-        for p, offset in zip(self.parameters, self.offsets):
-            view = self.weights[offset:offset + p.numel()].view_as(p)
-            view.copy_(p.data)
-            p.data = view
-            p.register_post_accumulate_grad_hook(functools.partial(self.accumulate, offset))
-        self.shard = slice(world.rank * shard, (world.rank + 1) * shard)
-        self.grad_dtype = torch.promote_types(first.dtype, torch.float32)
-        self.master = self.weights[self.shard].to(self.grad_dtype, copy=True)
-        self.adam = torch.optim.AdamW([self.master], lr=c.learning_rate, betas=(c.adam_beta1, c.adam_beta2),
-                                      eps=c.adam_epsilon, weight_decay=c.weight_decay, fused=True)
-        self.state = {"step": torch.zeros((), device=first.device), "exp_avg": torch.zeros_like(self.master),
-                      "exp_avg_sq": torch.zeros_like(self.master)}
-        self.adam.state[self.master] = self.state  # now, so that saving and loading know no first step
-
-    def accumulate(self, offset: int, p: torch.Tensor) -> None:
-        self.grads[offset:offset + p.numel()].add_(p.grad.flatten())  # sums in bf16 would lose bits
-        p.grad = None
-
-    def begin(self) -> None:
-        self.grads = torch.zeros(self.weights.shape, dtype=self.grad_dtype, device=self.weights.device)
-
-    @torch.no_grad()
-    def step(self, learning_rate: float) -> float:
-        """Sums the gradients over the ranks, clips, updates, spreads the weights; returns the norm unclipped.
-
-        A norm that is not finite changes nothing, on any rank.
-        """
-        self.world.meet("the backward passes")
-        grad = self.grads[self.shard]
-        if self.world.size > 1:
-            grad = grad if self.world.cuda else torch.empty_like(grad)  # NCCL works in place, gloo does not
-            REDUCE_SCATTER(grad, self.grads)
-        self.grads = None
-        # In pieces: whole, the squares and their copy in float64 would be three more buffers of this size.
-        squares = sum(part.square().sum(dtype=torch.float64) for part in grad.split(2**26))
-        if self.world.size > 1:
-            dist.all_reduce(squares)
-        norm = math.sqrt(squares) if squares.isfinite() else math.nan
-        if math.isfinite(norm):
-            self.master.grad = grad.mul_(min(1.0, self.c.max_grad_norm / (norm + 1e-6)))
-            self.adam.param_groups[0]["lr"] = learning_rate
-            self.adam.step()
-            self.master.grad = None
-            self.spread(self.master)
-        return norm
-
-    def spread(self, shard: torch.Tensor) -> None:
-        """The policy takes its weights from the shards of all ranks."""
-        mine = self.weights[self.shard].copy_(shard)
-        if self.world.size > 1:
-            ALL_GATHER(self.weights, mine if self.world.cuda else mine.clone())
-
-    def keep_reference(self, policy: Policy) -> None:
-        """This rank's shard of another policy's weights; on the CPU, so that it costs a GPU nothing."""
-        flat = torch.zeros(self.weights.shape, dtype=self.weights.dtype)
-        for p, offset in zip(policy.parameters(), self.offsets):
-            flat[offset:offset + p.numel()] = p.detach().flatten()
-        self.reference = flat[self.shard].clone()
-
-    @contextlib.contextmanager
-    def as_reference(self):
-        """Inside, the policy is the reference."""
-        self.spread(self.reference)
-        yield
-        self.spread(self.master)
-
-    def save(self, folder: Path) -> None:
-        """Writes this rank's shard."""
-        save_file({"master": self.master, **self.state}, folder / f"{self.world.rank:05}.safetensors")
-
-    def load(self, folder: Path) -> None:
-        """Reads this rank's part, whatever number of ranks wrote the shards."""
-        parts = {"master": self.master, **{k: self.state[k] for k in ("exp_avg", "exp_avg_sq")}}
-        for path, start, end in checkpoint.shards(folder, self.parameters):
-            with safe_open(path, "pt") as file:
-                low, high = max(start, self.shard.start), min(end, self.shard.stop)
-                for name, mine in parts.items() if low < high else ():
-                    piece = file.get_slice(name)[low - start:high - start]
-                    mine[low - self.shard.start:high - self.shard.start].copy_(piece)
-                self.state["step"].copy_(file.get_tensor("step"))
 
 
 # ---- Rollouts ----------------------------------------------------------------------------------------------
@@ -481,6 +323,7 @@ class Rollout:
     completion: str
     truncated: bool
     weight_version: int  # updates that the weights which produced it had seen
+    round: int = 0  # of dynamic sampling: groups of this slot that were dropped before
     reward: float | None = None
     parts: dict | None = None  # reward of each function
     advantage: float = 0.0
@@ -493,49 +336,80 @@ class Rollout:
 
 
 def generate_rollouts(engine, prompts: list[tuple[int, Prompt]], step: int, tokenizer: Tokenizer,
-                      c: Config) -> list[Rollout]:
+                      c: Config, round: int = 0) -> list[Rollout]:
     """num_generations completions for each (slot, prompt) of this rank."""
     groups = engine.generate(
         [p.token_ids for _, p in prompts], n=c.num_generations, max_tokens=c.max_completion_length,
-        temperature=c.temperature, seeds=[sample_seed(c.seed, step, 0, slot) for slot, _ in prompts],
+        temperature=c.temperature, seeds=[sample_seed(c.seed, step, round, slot) for slot, _ in prompts],
         eos_token_ids=tokenizer.eos_token_ids)
     return [Rollout(slot=slot * c.num_generations + i, prompt=prompt.prompt, prompt_ids=prompt.token_ids,
                     completion_ids=ids, sampler_logps=logps, completion=tokenizer.decode(ids),
-                    truncated=ids[-1] not in tokenizer.eos_token_ids, weight_version=engine.weight_version)
+                    truncated=ids[-1] not in tokenizer.eos_token_ids, weight_version=engine.weight_version,
+                    round=round)
             for (slot, prompt), group in zip(prompts, groups) for i, (ids, logps) in enumerate(group)]
+
+
+def replace_dull_groups(engine, rollouts: list[Rollout], mine: list[tuple[int, Prompt]],
+                        prompts: list[Prompt], step: int, tokenizer, scorer: Scorer, c: Config) -> None:
+    """Dynamic sampling (DAPO, section 3.2): in place, groups without an advantage get another prompt.
+
+    Which one follows from step, round and slot alone: no rank waits for another, and nothing is stored.
+    """
+    size, rounds = c.num_generations, c.dynamic_sampling_rounds
+    for round in range(1, rounds + 1):
+        score_rollouts(rollouts, mine, scorer, c)
+        advantages = group_advantages(rewards_of(rollouts, c)).abs().sum(1).tolist()
+        dull = [group for group, size in enumerate(advantages) if size == 0]
+        indices = prompt_indices(step * (1 + rounds) + round, c.prompts_per_step, len(prompts), c.seed)
+        for group in dull:
+            mine[group] = mine[group][0], prompts[indices[mine[group][0]]]
+        fresh = generate_rollouts(engine, [mine[group] for group in dull], step, tokenizer, c, round)
+        for i, group in enumerate(dull):
+            rollouts[group * size:(group + 1) * size] = fresh[i * size:(i + 1) * size]
 
 
 def score_rollouts(rollouts: list[Rollout], prompts: list[tuple[int, Prompt]], scorer: Scorer,
                    c: Config) -> None:
-    """Fills in `reward` and `parts`; a group is scored in one call."""
+    """Fills in `reward` and `parts` where they are not yet; a group is scored in one call."""
     groups = [rollouts[i:i + c.num_generations] for i in range(0, len(rollouts), c.num_generations)]
+    todo = [(prompt, group) for (_, prompt), group in zip(prompts, groups) if group[0].parts is None]
     scores = scorer.score([
         Group(prompt.prompt, [r.completion for r in group], [r.completion_ids for r in group], prompt.columns)
-        for (_, prompt), group in zip(prompts, groups)])
-    for group, result in zip(groups, scores):
+        for prompt, group in todo])
+    for (_, group), result in zip(todo, scores):
         for i, rollout in enumerate(group):
             rollout.reward = result.rewards[i]
             rollout.parts = {name: values[i] for name, values in result.parts.items()}
 
 
-def evaluate(engine, prompts: list[Prompt], tokenizer, scorer: Scorer, c: Config, world: World) -> float:
-    """Greedy accuracy: the first reward function's mean over all prompts, every rank its share."""
-    mine = world.share(prompts)
-    groups = engine.generate([p.token_ids for p in mine], n=1, max_tokens=c.max_completion_length,
-                             temperature=0.0, seeds=[0] * len(mine), eos_token_ids=tokenizer.eos_token_ids)
-    scores = scorer.score([Group(p.prompt, [tokenizer.decode(ids)], [ids], p.columns)
-                           for p, [(ids, _)] in zip(mine, groups)])
+def evaluate(engine, held_out: dict[str, list[Prompt]], tokenizer, scorer: Scorer, c: Config,
+             world: World) -> dict[str, float]:
+    """eval_metrics by the first reward function, every rank its share of the prompts of all sets."""
+    mine = world.share([*enumerate(p for prompts in held_out.values() for p in prompts)])
+    groups = engine.generate(
+        [p.token_ids for _, p in mine], n=c.eval_num_generations, temperature=c.eval_temperature,
+        max_tokens=c.eval_max_completion_length or c.max_completion_length,
+        seeds=[sample_seed(c.seed, -1, 0, i) for i, _ in mine], eos_token_ids=tokenizer.eos_token_ids)
+    ids = [[ids for ids, _ in group] for group in groups]
+    scores = scorer.score([Group(p.prompt, [tokenizer.decode(x) for x in group], group, p.columns)
+                           for (_, p), group in zip(mine, ids)])
     world.meet("evaluation")
-    points = sum(next(iter(s.parts.values()))[0] or 0.0 for s in scores)
-    return sum(world.gather(points)) / len(prompts)
+    points = world.gather([[v or 0.0 for v in next(iter(s.parts.values()))] for s in scores])
+    points = itertools.chain.from_iterable(points)
+    return eval_metrics({name: [*itertools.islice(points, len(p))] for name, p in held_out.items()})
 
 
 # ---- The update --------------------------------------------------------------------------------------------
 
+def rewards_of(rollouts: list[Rollout], c: Config) -> torch.Tensor:
+    """float64 [groups, G], NaN where there is no reward."""
+    scores = [math.nan if r.reward is None else r.reward for r in rollouts]
+    return torch.tensor(scores, dtype=torch.float64).view(-1, c.num_generations)
+
+
 def assign_advantages(rollouts: list[Rollout], c: Config) -> torch.Tensor:
     """Fills in `advantage`. rollouts: of all ranks, by slot. Returns the rewards, [groups, G]."""
-    scores = torch.tensor([math.nan if r.reward is None else r.reward for r in rollouts], dtype=torch.float64)
-    scores = scores.view(-1, c.num_generations)
+    scores = rewards_of(rollouts, c)
     advantages = group_advantages(scores, c.scale_rewards, c.baseline).flatten().tolist()
     for rollout, advantage in zip(rollouts, advantages):
         rollout.advantage = advantage
@@ -653,23 +527,24 @@ def timed(seconds: dict, stage: str, world: World):
 
 
 def load(c: Config, folder: Path, weights: Path,
-         world: World) -> tuple[Tokenizer, PromptSet, list[Prompt], Scorer, Policy]:
+         world: World) -> tuple[Tokenizer, PromptSet, dict[str, list[Prompt]], Scorer, Policy]:
     """Everything that can be wrong with the input, before an engine starts. Settles c.max_steps."""
     scorer = Scorer(list(c.reward), list(c.reward_weights) or None, c.reward_timeout, c.reward_workers)
     config, tokenizer = ModelConfig.from_folder(folder), Tokenizer(folder, c.chat_template or None)
-    longest = c.max_prompt_length + c.max_completion_length
-    if longest > config.max_position_embeddings:
+    if c.longest > config.max_position_embeddings:
         raise UserError(f"--max_prompt_length {c.max_prompt_length} + --max_completion_length "
-                        f"{c.max_completion_length} = {longest} tokens, {c.model} takes "
+                        f"{c.longest - c.max_prompt_length} = {c.longest} tokens, {c.model} takes "
                         f"{config.max_position_embeddings}: lower one of them")
     columns = dict(max_prompt_length=c.max_prompt_length, system_prompt=c.system_prompt or None,
                    prompt_column=c.prompt_column or None, answer_column=c.answer_column or None)
     prompts = load_prompts(c.data, tokenizer, **columns)
-    held_out = prompts.held_out
+    held_out = {"held out": prompts.held_out} if prompts.held_out else {}
     if c.eval_data:
-        other = load_prompts(c.eval_data, tokenizer, **columns)
-        held_out = other.held_out or other.train
-    last = max(max(p.token_ids) for p in [*prompts.train, *held_out])
+        others = {source: load_prompts(source, tokenizer, **columns) for source in c.eval_data}
+        held_out = {Path(source).stem: other.held_out or other.train for source, other in others.items()}
+        if len(held_out) < len(c.eval_data):
+            raise UserError(f"--eval_data {' '.join(c.eval_data)}: give each file another name")
+    last = max(max(p.token_ids) for p in itertools.chain(prompts.train, *held_out.values()))
     if last >= config.vocab_size or min(tokenizer.eos_token_ids) >= config.vocab_size:
         raise UserError(f"{folder}: tokenizer.json or eos_token_id goes past the vocab_size "
                         f"{config.vocab_size} of config.json: they are of different models")
@@ -680,7 +555,7 @@ def load(c: Config, folder: Path, weights: Path,
         prompts.notes.append(plan_memory(c, config, dtype.itemsize, world.size, world.card)[0])
     policy = Policy.from_folder(weights, world.device, dtype)
     if weights != folder:
-        checkpoint.shards(weights / "optimizer", list(policy.parameters()))
+        sharded.shards(weights / "optimizer", list(policy.parameters()))
         if policy.config != config:
             raise UserError(f"{weights / 'config.json'} is not the one of {c.model}: --fresh starts anew")
     worthwhile = world.cuda and parameter_count(config) > 4e8  # smaller ones wait for the CPU anyway
@@ -696,8 +571,9 @@ def plan_memory(c: Config, m: ModelConfig, size: int, ranks: int, card: int) -> 
     longest, whole = c.max_prompt_length + c.max_completion_length, c.prompts_per_step * c.num_generations
     at_once = whole if c.split else -(-c.prompts_per_step // ranks) * c.num_generations  # in one engine
     halves = memory_plan(
-        m, size=size, ranks=ranks, recompute=c.recompute, compiled=c.compile != "off", shared=not c.split,
-        sequence=longest, cache_tokens=at_once * longest,
+        m, size=size, ranks=math.inf if c.optimizer_offload else ranks, shared=not c.split,
+        recompute=c.recompute, compiled=c.compile != "off",
+        sequence=c.longest, cache_tokens=at_once * longest,
         micro_batch=min(max(c.micro_batch_tokens, longest), -(-whole // ranks) * longest),
         engine_limit=(0.85 if c.split else c.vllm_gpu_memory_utilization) * card)
     words = "\n".join(f"{name} {sum(half.values()) / 2**30:.1f} = " + " + ".join(
@@ -717,7 +593,7 @@ def build_engine(c: Config, folder: Path, policy: Policy, world: World):
         return PolicySampler(policy)
     dtype, ranks = policy.model.norm.weight.dtype, 1 if c.split else world.size
     arguments = dict(
-        folder=folder, dtype=dtype, max_model_len=c.max_prompt_length + c.max_completion_length,
+        folder=folder, dtype=dtype, max_model_len=c.longest,
         max_num_seqs=-(-c.prompts_per_step // ranks) * c.num_generations, sleeps=c.colocate,
         gpu_memory_utilization=c.vllm_gpu_memory_utilization,
         enforce_eager=c.vllm_enforce_eager or not world.cuda)
@@ -747,7 +623,9 @@ def train(c: Config, world: World) -> None:
     if run.state.get("data", prompts.fingerprint) != prompts.fingerprint:
         raise UserError(f"{c.data} changed since {run.folder} began: give another --out, or --fresh")
     run.begin()
-    say("\n".join([*prompts.notes, f"{len(held_out)} prompts to evaluate on"]))
+    say("\n".join([*prompts.notes, f"{sum(map(len, held_out.values()))} prompts to evaluate on"]))
+    if held_out:  # every row has every key
+        run.metrics |= eval_metrics({name: [[0.0] * c.eval_num_generations] for name in held_out})
     engine = build_engine(c, folder, policy, world)
     optimizer = ShardedAdamW(policy, c, world)  # after the engine: vLLM measures the memory that is free
     say(f"{c.model} on {world.size} ranks, {c.max_steps} steps; everything is written to {run.folder}, "
@@ -756,7 +634,8 @@ def train(c: Config, world: World) -> None:
         optimizer.keep_reference(Policy.from_folder(folder, "cpu", optimizer.weights.dtype))
     if start:
         optimizer.load(run.latest / "optimizer")
-        if not torch.equal(optimizer.master.bfloat16(), optimizer.weights[optimizer.shard].bfloat16()):
+        weights = optimizer.weights[optimizer.shard].to(optimizer.master.device)
+        if not torch.equal(optimizer.master.bfloat16(), weights.bfloat16()):
             raise UserError(f"{run.latest.resolve()}: the optimizer is not that of model.safetensors: remove "
                             "it to continue from the checkpoint before, or use --fresh")
         say(f"continues after update {start}")
@@ -768,15 +647,18 @@ def train(c: Config, world: World) -> None:
             engine.wake(policy.named_parameters(), version=step)
         if held_out and c.eval_steps and (last or step % c.eval_steps == 0):
             with watch("eval"):
-                after = row["eval/accuracy"] = evaluate(engine, held_out, tokenizer, scorer, c, world)
+                row |= evaluate(engine, held_out, tokenizer, scorer, c, world)
+            after = row["eval/accuracy"]
             before = after if step == 0 else before
         if last:
             run.record(row)
             break
-        indices = prompt_indices(step, c.prompts_per_step, len(prompts.train), c.seed)
+        first = step * (1 + c.dynamic_sampling_rounds)  # the rounds take the prompts that follow
+        indices = prompt_indices(first, c.prompts_per_step, len(prompts.train), c.seed)
         mine = world.share([(slot, prompts.train[i]) for slot, i in enumerate(indices)])
         with watch("generate"):                                                                 # 2. generate
             rollouts = generate_rollouts(engine, mine, step, tokenizer, c)
+            replace_dull_groups(engine, rollouts, mine, prompts.train, step, tokenizer, scorer, c)
         with watch("sleep"):                                                                    # 3. sleep
             engine.sleep()
         if world.cuda:

@@ -370,9 +370,6 @@ def read_tensor(file, path: Path, name: str, parameters: dict[str, torch.Tensor]
 
 # ---- What an update costs ----------------------------------------------------------------------------------
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, from the data sheets
-
-
 def kv_cache_bytes(c: ModelConfig, tokens: int, size: int) -> int:
     """Keys and values of that many tokens; size: bytes of an element."""
     return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size * tokens

@@ -494,7 +494,7 @@ def test_csv_values_are_text_and_countdown_becomes_numbers(load, tmp_path):
 def test_parquet(load, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     import datetime
-    import pyarrow.parquet
+    import pyarrow.parquet  # noqa: F811
     verl = [{"prompt": user("hi"), "reward_model": {"ground_truth": "7"}, "n": None,
              "when": datetime.date(2020, 1, 2)},
             {"prompt": [{"role": "system", "content": "s"}, *user("yo")], "n": 5,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 
+from minigrpo import Config, ShardedAdamW, World
 from model import PackedAttention, Policy, token_logprobs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -40,3 +41,21 @@ def test_bf16_on_a_gpu_is_near_fp32_on_a_cpu(tmp_path, family):
     got.mean().backward()
     a, b = exact.model.embed_tokens.weight.grad, fast.model.embed_tokens.weight.grad.cpu().float()
     assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.99
+
+
+def test_an_optimizer_in_the_cpus_memory_takes_the_same_steps(tmp_path):
+    write_checkpoint(tmp_path, "qwen2-tied")
+    flat = []
+    for offload in (False, True):
+        policy = Policy.from_folder(tmp_path, "cuda", torch.bfloat16)
+        optimizer = ShardedAdamW(policy, Config(optimizer_offload=offload), World())
+        assert optimizer.master.is_cuda != offload and all(s.is_cuda != offload for s in optimizer.state.values())
+        for step in range(3):
+            optimizer.begin()
+            tokens = torch.arange(20, device="cuda") + step
+            logp, _ = token_logprobs(policy.packed(tokens, [20]), policy.head_weight, tokens.roll(-1))
+            logp.sum().backward()
+            assert optimizer.step(1e-3) > 0
+        flat.append(optimizer.master.cpu())
+        assert torch.equal(flat[-1].bfloat16(), optimizer.weights.cpu())
+    assert (flat[0] - flat[1]).abs().max() < 1e-4
