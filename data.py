@@ -21,7 +21,7 @@ import os
 import random
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
@@ -242,10 +242,28 @@ def load_prompts(source: str, tokenizer: Tokenizer, *, max_prompt_length: int,
     if tokenizer.has_chat_template and isinstance(prompts[0].prompt, str):
         notes.append("prompts are plain text: no chat template (messages or --system_prompt would use it)")
     # Of the prompts as encoded: some chat templates print the date, and the same file then reads differently.
-    everything = json.dumps([[p.token_ids, p.columns] for p in prompts], default=str)
-    fingerprint = hashlib.sha256(everything.encode()).hexdigest()
+    fingerprint = _sha256([[p.token_ids, p.columns] for p in prompts])
     held_out = BUILT_IN.get(source, 0)  # of "digits" all: it is evaluated on what it is trained on
     return PromptSet(prompts[held_out:] or prompts, prompts[:held_out], notes, fingerprint)
+
+
+def load_data(sources: list[str], tokenizer: Tokenizer, **how) -> PromptSet:
+    """The prompts of several sources as one list, in the order given; how: as in load_prompts.
+
+    A column that only some of the sources have is None in the others' prompts.
+    """
+    sets = [load_prompts(source, tokenizer, **how) for source in sources]
+    if len(sets) == 1:
+        return sets[0]
+    train, held_out = [p for s in sets for p in s.train], [p for s in sets for p in s.held_out]
+    names = dict.fromkeys(name for p in [*train, *held_out] for name in p.columns)
+    train, held_out = ([replace(p, columns=names | p.columns) for p in part] for part in (train, held_out))
+    notes = [f"{source}: {note}" for source, s in zip(sources, sets) for note in s.notes]
+    return PromptSet(train, held_out, notes, _sha256([s.fingerprint for s in sets]))
+
+
+def _sha256(value) -> str:
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()
 
 
 def _built_in_rows(task: str) -> list[tuple[str, dict]]:

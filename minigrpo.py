@@ -44,7 +44,7 @@ import model
 import rewards
 from checkpoint import Health, Run, step_metrics
 from colocate import ColocatedEngine, Link, RemoteEngine
-from data import Prompt, PromptSet, Tokenizer, UserError, load_prompts, prompt_indices, sample_seed
+from data import Prompt, PromptSet, Tokenizer, UserError, load_data, load_prompts, prompt_indices, sample_seed
 from model import (
     PEAK_FLOPS, WARM_START, ModelConfig, Policy, PolicySampler, balance, checkpoint_folder, memory_plan, pack,
     parameter_count, token_logprobs, upload, write_tiny_model)
@@ -68,7 +68,8 @@ class Config:
 
     # what to train on
     model: str = option("tiny", "a folder with a Hugging Face checkpoint, or a hub id; 'tiny' is built in")
-    data: str = option("digits", "prompts: a file, or built in: digits (single-digit sums), sums (two-digit)")
+    data: list[str] = option(("digits",), "prompts: files, or built in: digits (single-digit sums), sums "
+                             "(two-digit)")
     eval_data: str = option("", "a file of prompts to evaluate on; built-in tasks bring their own")
     reward: list[str] = option(("gsm8k",), "reward functions: built-in names or file.py:function")
     reward_weights: list[float] = option((), "one weight for each reward function (default 1)")
@@ -664,7 +665,7 @@ def load(c: Config, folder: Path, weights: Path,
                         f"{config.max_position_embeddings}: lower one of them")
     columns = dict(max_prompt_length=c.max_prompt_length, system_prompt=c.system_prompt or None,
                    prompt_column=c.prompt_column or None, answer_column=c.answer_column or None)
-    prompts = load_prompts(c.data, tokenizer, **columns)
+    prompts = load_data(c.data, tokenizer, **columns)
     held_out = prompts.held_out
     if c.eval_data:
         other = load_prompts(c.eval_data, tokenizer, **columns)
@@ -745,7 +746,7 @@ def train(c: Config, world: World) -> None:
         world.gather(None)
     tokenizer, prompts, held_out, scorer, policy = load(c, folder, run.latest if start else folder, world)
     if run.state.get("data", prompts.fingerprint) != prompts.fingerprint:
-        raise UserError(f"{c.data} changed since {run.folder} began: give another --out, or --fresh")
+        raise UserError(f"{' '.join(c.data)} changed since {run.folder} began: give another --out or --fresh")
     run.begin()
     say("\n".join([*prompts.notes, f"{len(held_out)} prompts to evaluate on"]))
     engine = build_engine(c, folder, policy, world)

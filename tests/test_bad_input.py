@@ -713,7 +713,7 @@ def test_nothing_that_is_loaded_runs_code(monkeypatch, folder):
     assert code == 1 and "convert the .bin" in said and not (folder / "marker").exists()
 
 
-BUGS = [(minigrpo, "load_prompts"), (minigrpo, "Tokenizer"), (minigrpo.data, "_choose_column"), (minigrpo, "check"),
+BUGS = [(minigrpo, "load_data"), (minigrpo, "Tokenizer"), (minigrpo.data, "_choose_column"), (minigrpo, "check"),
         (minigrpo.model, "check_values"), (minigrpo.model, "read_tensor"), (minigrpo.checkpoint, "number_of"),
         (minigrpo.checkpoint, "read_object"), (minigrpo.checkpoint, "sync"), (rewards, "_load"), (minigrpo, "policy_loss")]
 

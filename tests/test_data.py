@@ -17,7 +17,7 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 import data
-from data import Prompt, Tokenizer, UserError, load_prompts, prompt_indices, sample_seed
+from data import Prompt, Tokenizer, UserError, load_data, load_prompts, prompt_indices, sample_seed
 
 TEMPLATES = Path(__file__).parent / "fixtures_data"
 NAMES = ["qwen2_5", "qwen3", "llama3", "llama3_2", "smollm2", "deepseek_r1_distill"]
@@ -424,6 +424,32 @@ def test_rows_with_different_columns_get_all_of_them(load):
     rows = [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2", "level": 3}, {"question": "c"}]
     assert [p.columns for p in load("data.jsonl", rows).train] == [
         {"answer": "1", "level": None}, {"answer": "2", "level": 3}, {"answer": None, "level": None}]
+
+
+def test_several_sources_are_one_list(load, chat, tmp_path):
+    load("a.jsonl", [{"question": "a", "answer": "1", "level": 3}, {"question": "b" * 300, "answer": "2"}])
+    load("b.json", json.dumps([{"nums": [1, 2], "target": 3}, {"nums": [4], "target": 4}]))
+    a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.json")
+    both = load_data([a, "sums", b], chat, max_prompt_length=200)
+    parts = [load_prompts(source, chat, max_prompt_length=200) for source in (a, "sums", b)]
+    for together, apart in ((both.train, [s.train for s in parts]), (both.held_out, [s.held_out for s in parts])):
+        apart = sum(apart, [])
+        assert [(p.prompt, p.token_ids) for p in together] == [(p.prompt, p.token_ids) for p in apart]
+        for p, own in zip(together, apart):
+            assert p.columns == dict.fromkeys(("answer", "level", "nums", "target")) | own.columns
+    assert len(both.held_out) == 512 and len(both.train) == 1 + 7588 + 2
+    assert both.train[0].columns == {"answer": "1", "level": 3, "nums": None, "target": None}
+    assert both.train[-1].columns == {"answer": 4, "level": None, "nums": [4], "target": 4}
+    assert both.notes == [f"{source}: {note}" for source, s in zip((a, "sums", b), parts) for note in s.notes]
+    assert len(both.notes) == 4 and "longer than 200 tokens dropped" in both.notes[1]
+    assert load_data([a], chat, max_prompt_length=200) == parts[0]
+    seen = {both.fingerprint, parts[0].fingerprint, *(
+        load_data(sources, chat, max_prompt_length=200).fingerprint for sources in ([a, b], [b, a], [a, a, b]))}
+    load("b.json", json.dumps([{"nums": [1, 2], "target": 3}, {"nums": [4], "target": 5}]))
+    seen.add(load_data([a, "sums", b], chat, max_prompt_length=200).fingerprint)
+    assert len(seen) == 6
+    with pytest.raises(UserError, match=r"b.json: --prompt_column 'question' is not there"):
+        load_data([a, b], chat, max_prompt_length=200, prompt_column="question")
 
 
 def test_system_prompt(load, plain):

@@ -118,19 +118,25 @@ def test_without_vllm_and_torchrun_and_a_finished_run_says_so(tmp_path):
     assert fresh.returncode == 0 and "done: accuracy" in fresh.stdout
 
 
-def test_a_prompt_file_and_a_reward_file_written_for_trl(tmp_path):
+def test_prompt_files_and_a_reward_file_written_for_trl(tmp_path):
     (tmp_path / "reward.py").write_text(
-        "def short(prompts, completions, completion_ids, level, trainer_state=None, log_metric=None, **kwargs):\n"
+        "def short(prompts, completions, completion_ids, level, hint, trainer_state=None, log_metric=None, **kwargs):\n"
+        "    assert hint == [None if p[0] in '012' else 'h' for p in prompts]\n"
         "    assert len(prompts) == len(completions) == len(completion_ids) == len(level) == 4\n"
         "    return [len(c) / 10 + l for c, l in zip(completions, level)]\n")
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1=", "level": i}) + "\n" for i in range(5)))
-    done = plain("--data", "p.jsonl", "--reward", "reward.py:short", "--prompts_per_step", 3, "--num_generations", 4,
-                 "--max_steps", 2, "--out", "run", cwd=tmp_path)
+    lines = [json.dumps({"prompt": f"{i}+1=", "level": i} | ({"hint": "h"} if i > 2 else {})) + "\n" for i in range(5)]
+    (tmp_path / "p.jsonl").write_text("".join(lines[:3]))
+    (tmp_path / "q.jsonl").write_text("".join(lines[3:]))
+    done = plain("--data", "p.jsonl", "q.jsonl", "--reward", "reward.py:short", "--prompts_per_step", 3,
+                 "--num_generations", 4, "--max_steps", 2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    for line in (tmp_path / "run" / "rollouts" / "step_1.jsonl").read_text().splitlines():
-        r = json.loads(line)
+    [run] = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("tiny-p+q-")
+    seen = [json.loads(line) for step in range(2) for line in (run / f"rollouts/step_{step}.jsonl").read_text().splitlines()]
+    for r in seen:
         assert r["reward"] == pytest.approx(len(r["completion"]) / 10 + int(r["prompt"][0]))
-    assert len(rows(tmp_path / "run")) == 3 and rows(tmp_path / "run")[0]["eval/accuracy"] is None
+    assert {r["prompt"] for r in seen} == {f"{i}+1=" for i in range(5)}
+    assert len(rows(run)) == 3 and rows(run)[0]["eval/accuracy"] is None
 
 
 @pytest.mark.parametrize("flags, words", [
