@@ -77,6 +77,7 @@ class Config:
     reward_workers: int = option(1, "processes that score on a rank; 0: the trainer's own", low=0, high=1024)
     system_prompt: str = option("", "put before every prompt as a system message")
     chat_template: str = option("", "a jinja file that replaces the model's chat template")
+    chat_template_kwargs: str = option("", "keywords for the template, as JSON: {\"enable_thinking\": false}")
     prompt_column: str = option("", "column of the data file that holds the prompt (default: recognised)")
     answer_column: str = option("", "column that holds the gold answer (default: recognised)")
     max_prompt_length: int = option(512, "tokens; longer prompts are dropped at load, and counted")
@@ -657,7 +658,8 @@ def load(c: Config, folder: Path, weights: Path,
          world: World) -> tuple[Tokenizer, PromptSet, list[Prompt], Scorer, Policy]:
     """Everything that can be wrong with the input, before an engine starts. Settles c.max_steps."""
     scorer = Scorer(list(c.reward), list(c.reward_weights) or None, c.reward_timeout, c.reward_workers)
-    config, tokenizer = ModelConfig.from_folder(folder), Tokenizer(folder, c.chat_template or None)
+    config = ModelConfig.from_folder(folder)
+    tokenizer = Tokenizer(folder, c.chat_template or None, c.chat_template_kwargs)
     longest = c.max_prompt_length + c.max_completion_length
     if longest > config.max_position_embeddings:
         raise UserError(f"--max_prompt_length {c.max_prompt_length} + --max_completion_length "

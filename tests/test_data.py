@@ -154,6 +154,43 @@ def test_every_helper_of_transformers_is_there(make_folder):
     assert "TOOLS" not in text and "skip" not in text and "stop" not in text
 
 
+def test_keywords_reach_the_template_as_in_transformers(make_folder):
+    folder = make_folder((TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8"), settings=MODEL_TOKENS["qwen3"])
+    told = [Tokenizer(folder, chat_template_kwargs=json.dumps({"enable_thinking": on})) for on in (False, True)]
+    for messages in CONVERSATIONS:
+        for on, tokenizer in enumerate(told):
+            text, ids = oracle(folder, messages, enable_thinking=bool(on))
+            assert tokenizer.render(messages) == text and tokenizer.encode(messages) == ids
+        assert told[0].render(messages) != told[1].render(messages) == Tokenizer(folder).render(messages)
+    old = make_folder((TEMPLATES / "llama3_2.jinja").read_text(encoding="utf-8"), settings=MODEL_TOKENS["llama3_2"], name="old")
+    date = {"date_string": "1 May 1999"}  # mentioned, and set by the template itself where it is not given
+    text, _ = oracle(old, user("hi"), **date)
+    assert Tokenizer(old, chat_template_kwargs=json.dumps(date)).render(user("hi")) == text and "1 May 1999" in text
+
+
+@pytest.mark.parametrize("text, message", [
+    *((text, r"--chat_template_kwargs .*: give a JSON object such as '{\"enable_thinking\": false}'") for text in (
+        "{", "enable_thinking=false", "[1]", "null", "3", "[" * 100_000)),
+    *((json.dumps({"enable_thinking": True, name: None}), f"--chat_template_kwargs '{name}' is no keyword of .*config.json"
+       r" \(default\): it takes .*enable_thinking") for name in (
+        "messages", "add_generation_prompt", "tools", "documents", "eos_token", "namespace", "raise_exception", "thinking"))])
+def test_keywords_that_do_nothing_are_refused(make_folder, text, message):
+    template = (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8") + "{{ eos_token }}{{ documents }}"
+    with pytest.raises(UserError, match=message):
+        Tokenizer(make_folder(template), chat_template_kwargs=text)
+
+
+def test_keywords_without_a_template_that_takes_any(make_folder, tmp_path):
+    keywords = '{"enable_thinking": false}'
+    with pytest.raises(UserError, match="'enable_thinking' is no keyword of .*: it takes none, leave the option away"):
+        Tokenizer(make_folder(CHATML), chat_template_kwargs=keywords)
+    bare = make_folder(name="bare")
+    with pytest.raises(UserError, match="--chat_template_kwargs: .*bare has no chat template"):
+        Tokenizer(bare, chat_template_kwargs=keywords)
+    (tmp_path / "mine.jinja").write_text("{{ enable_thinking }}")
+    assert Tokenizer(bare, str(tmp_path / "mine.jinja"), keywords).render([]) == "False"
+
+
 def test_a_template_cannot_reach_python(make_folder):
     escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(UserError, match="refuses these messages.*unsafe"):
