@@ -148,9 +148,9 @@ class Tokenizer:
         # BOS once: the template and the post-processor may both write it. Nothing that the latter appends.
         return [ids if ids[:1] == self._bos else self._bos + ids for ids in encoded]
 
-    def decode(self, token_ids: list[int]) -> str:
-        """The text of token_ids, special tokens skipped."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of token_ids."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
 def _template_keywords(text: str) -> dict:

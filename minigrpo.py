@@ -43,7 +43,7 @@ import data
 import model
 import rewards
 from checkpoint import Health, Run, step_metrics
-from colocate import ColocatedEngine, Link, RemoteEngine
+from colocate import ColocatedEngine, Link, RemoteEngine, completes
 from data import Prompt, PromptSet, Tokenizer, UserError, load_data, load_prompts, prompt_indices, sample_seed
 from model import (
     PEAK_FLOPS, WARM_START, ModelConfig, Policy, PolicySampler, balance, checkpoint_folder, memory_plan, pack,
@@ -88,6 +88,7 @@ class Config:
     num_generations: int = option(8, "completions a prompt: the group that a completion is compared with",
                                   low=2, use="8 or more: completions of a prompt are compared")
     max_completion_length: int = option(256, "tokens; a completion without EOS is cut here")
+    stop: list[str] = option((), "texts that end a completion, e.g. </answer>; they train like the rest")
     temperature: float = option(1.0, "divides the logits, in the sampler and in the trainer", low=1e-3,
                                 use="0.7 to 1.0; at 0 all completions are alike")
     vllm_gpu_memory_utilization: float = option(0.3, "share of the card that the awake engine may use; it "
@@ -173,6 +174,8 @@ def check(c: Config) -> None:
                         f"{c.num_generations} is {whole}: use at most {2**20} completions a step")
     if c.max_steps == 0:
         raise UserError("--max_steps 0: use 1 or more, or leave it away for --num_train_epochs")
+    if "" in c.stop:
+        raise UserError('--stop "": use a text that completions are to end with, e.g. "</answer>"')
     if c.num_minibatches > c.prompts_per_step:
         raise UserError(f"--num_minibatches {c.num_minibatches}: use at most --prompts_per_step")
     if c.loss_type == "cispo" and c.epsilon_high <= 1:
@@ -500,10 +503,11 @@ def generate_rollouts(engine, prompts: list[tuple[int, Prompt]], step: int, toke
     groups = engine.generate(
         [p.token_ids for _, p in prompts], n=c.num_generations, max_tokens=c.max_completion_length,
         temperature=c.temperature, seeds=[sample_seed(c.seed, step, 0, slot) for slot, _ in prompts],
-        eos_token_ids=tokenizer.eos_token_ids)
+        eos_token_ids=tokenizer.eos_token_ids, stop=c.stop)
+    cut = lambda ids: not (ids[-1] in tokenizer.eos_token_ids or c.stop and completes(tokenizer, ids, c.stop))
     return [Rollout(slot=slot * c.num_generations + i, prompt=prompt.prompt, prompt_ids=prompt.token_ids,
                     completion_ids=ids, sampler_logps=logps, completion=tokenizer.decode(ids),
-                    truncated=ids[-1] not in tokenizer.eos_token_ids, weight_version=engine.weight_version)
+                    truncated=cut(ids), weight_version=engine.weight_version)
             for (slot, prompt), group in zip(prompts, groups) for i, (ids, logps) in enumerate(group)]
 
 
@@ -524,7 +528,8 @@ def evaluate(engine, prompts: list[Prompt], tokenizer, scorer: Scorer, c: Config
     """Greedy accuracy: the first reward function's mean over all prompts, every rank its share."""
     mine = world.share(prompts)
     groups = engine.generate([p.token_ids for p in mine], n=1, max_tokens=c.max_completion_length,
-                             temperature=0.0, seeds=[0] * len(mine), eos_token_ids=tokenizer.eos_token_ids)
+                             temperature=0.0, seeds=[0] * len(mine), eos_token_ids=tokenizer.eos_token_ids,
+                             stop=c.stop)
     scores = scorer.score([Group(p.prompt, [tokenizer.decode(ids)], [ids], p.columns)
                            for p, [(ids, _)] in zip(mine, groups)])
     world.meet("evaluation")
@@ -715,9 +720,9 @@ def plan_memory(c: Config, m: ModelConfig, size: int, ranks: int, card: int) -> 
     return words, int(halves["generating"]["KV cache"])
 
 
-def build_engine(c: Config, folder: Path, policy: Policy, world: World):
+def build_engine(c: Config, folder: Path, tokenizer: Tokenizer, policy: Policy, world: World):
     if not (c.colocate or c.split):
-        return PolicySampler(policy)
+        return PolicySampler(policy, functools.partial(completes, tokenizer))
     dtype, ranks = policy.model.norm.weight.dtype, 1 if c.split else world.size
     arguments = dict(
         folder=folder, dtype=dtype, max_model_len=c.max_prompt_length + c.max_completion_length,
@@ -751,7 +756,7 @@ def train(c: Config, world: World) -> None:
         raise UserError(f"{' '.join(c.data)} changed since {run.folder} began: give another --out or --fresh")
     run.begin()
     say("\n".join([*prompts.notes, f"{len(held_out)} prompts to evaluate on"]))
-    engine = build_engine(c, folder, policy, world)
+    engine = build_engine(c, folder, tokenizer, policy, world)
     optimizer = ShardedAdamW(policy, c, world)  # after the engine: vLLM measures the memory that is free
     say(f"{c.model} on {world.size} ranks, {c.max_steps} steps; everything is written to {run.folder}, "
         f"a checkpoint in about {run.seconds_to_save(optimizer):.1f} s")

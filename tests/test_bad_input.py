@@ -448,7 +448,7 @@ OPTIONS = {
         ("--reward_weights",), ("--reward_weights", "1", "--reward", "gsm8k", "math"), ("--reward",), ("--colocate",),
         ("--reward", "math", "math"), ("--colocate", "--split"), ("--split",),
         ("--max_completion_length", "60"), ("--max_prompt_length", "1"), ("--reward", "gsm9k"),
-        ("--chat_template_kwargs", "{"), ("--chat_template_kwargs", '{"enable_thinking": 1}'))},
+        ("--stop",), ("--stop", ""), ("--stop", "a", ""), ("--chat_template_kwargs", "{"), ("--chat_template_kwargs", '{"enable_thinking": 1}'))},
     "stray word": (("word",), "--fresh", "word"),
     "system prompt not in the vocabulary": (("data.jsonl, line 1", "Think"), "--system_prompt", "Think"),
 }

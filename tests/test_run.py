@@ -128,13 +128,16 @@ def test_prompt_files_and_a_reward_file_written_for_trl(tmp_path):
     (tmp_path / "p.jsonl").write_text("".join(lines[:3]))
     (tmp_path / "q.jsonl").write_text("".join(lines[3:]))
     done = plain("--data", "p.jsonl", "q.jsonl", "--reward", "reward.py:short", "--prompts_per_step", 3,
-                 "--num_generations", 4, "--max_steps", 2, cwd=tmp_path)
+                 "--num_generations", 4, "--max_steps", 2, "--stop", "nowhere", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     [run] = (tmp_path / "runs").iterdir()
     assert run.name.startswith("tiny-p+q-")
     seen = [json.loads(line) for step in range(2) for line in (run / f"rollouts/step_{step}.jsonl").read_text().splitlines()]
     for r in seen:
         assert r["reward"] == pytest.approx(len(r["completion"]) / 10 + int(r["prompt"][0]))
+        assert "1" not in r["completion"][:-1]  # the stop string
+        assert r["truncated"] == (r["completion_ids"][-1] not in (1, 12)) and r["truncated"] <= (len(r["completion_ids"]) == 4)
+    assert any(r["completion_ids"][-1] == 1 for r in seen)
     assert {r["prompt"] for r in seen} == {f"{i}+1=" for i in range(5)}
     assert len(rows(run)) == 3 and rows(run)[0]["eval/accuracy"] is None
 
