@@ -663,6 +663,7 @@ def load(c: Config, folder: Path, weights: Path,
          world: World) -> tuple[Tokenizer, PromptSet, list[Prompt], Scorer, Policy]:
     """Everything that can be wrong with the input, before an engine starts. Settles c.max_steps."""
     scorer = Scorer(list(c.reward), list(c.reward_weights) or None, c.reward_timeout, c.reward_workers)
+    scorer.state["max_completion_length"] = c.max_completion_length
     config = ModelConfig.from_folder(folder)
     tokenizer = Tokenizer(folder, c.chat_template or None, c.chat_template_kwargs)
     longest = c.max_prompt_length + c.max_completion_length
