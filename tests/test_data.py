@@ -442,6 +442,14 @@ def test_layouts(load, chat, row, prompt, columns):
     assert loaded.token_ids == chat.encode(prompt)
 
 
+def test_several_turns_go_through_the_template_as_in_transformers(load, chat):
+    turns = CONVERSATIONS[-1]
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "user"]
+    for column, value in ("prompt", turns), ("messages", turns), ("messages", [*turns, REPLY]):
+        [loaded] = load("turns.jsonl", [{column: value}]).train
+        assert loaded.prompt == turns and loaded.token_ids == oracle(chat.folder, turns)[1]
+
+
 def test_columns_chosen_by_hand(load):
     row = {"prompt": "not this", "question": "q", "gold": 7, "answer": "old", "x.y": "dot",
            "meta": {"a": {"b": "deep"}}}

@@ -522,6 +522,10 @@ def no_kwargs(completions, answer):
 def only_math(completions, kind, **kwargs):
     return [1.0 if k == "math" else None for k in kind]
 
+def turns(prompts, completions, **kwargs):
+    return [float([m["role"] for m in [*p, *c]] == ["user", "assistant"] * 2 and p[2]["content"] == "And 2 + 2?")
+            for p, c in zip(prompts, completions)]
+
 def greedy(tags, **kwargs):
     return [float(t.pop() == "b") for t in tags]
 """
@@ -539,6 +543,8 @@ def test_functions_written_for_trl(write, workers):
 
     assert score("reward_len", group("x" * 20, "x" * 17)) == [0, -3]
     assert score("correctness", group("1 + 1 = 2", "= 3", prompt=chat, solution="2")) == [1, 0]
+    several = [*chat, {"role": "assistant", "content": "2"}, {"role": "user", "content": "And 2 + 2?"}]
+    assert score("turns", group("4", "5", prompt=several)) == [1, 1] and score("turns", group("4", prompt=chat)) == [0]
     row = {"answer": "a", "level": 3, "tags": ["a", "b"], "nothing": None}
     assert score("everything", group("a", "b", **row), global_step=7) == [8, 9]
     assert score("slow", group("a", "b")) == [0.25, 0.25]

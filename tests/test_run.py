@@ -192,6 +192,12 @@ def test_whole_loop_of_other_families_and_files_with_the_real_engine(tmp_path, f
     metrics = rows(tmp_path / "run")
     assert len(metrics) == 3 and max(row["logprob_gap/mean"] for row in metrics[:-1]) < 1e-5
     assert metrics[-1]["eval/accuracy"] is not None
-    first = json.loads((tmp_path / "run" / "rollouts" / "step_0.jsonl").read_text().splitlines()[0])
-    assert [m["role"] for m in first["prompt"]] == ["system", "user"] and set(first["parts"]) == {reward, "format", "length"}
+    made = [json.loads(line) for step in range(2) for line in (tmp_path / f"run/rollouts/step_{step}.jsonl").read_text().splitlines()]
+    assert {tuple(m["role"] for m in r["prompt"]) for r in made} == {
+        ("system", "user"), ("system", "user", "assistant", "user")}
+    theirs = transformers.AutoTokenizer.from_pretrained(model)
+    for r in made:
+        assert set(r["parts"]) == {reward, "format", "length"}
+        assert r["prompt_ids"] == theirs.apply_chat_template(r["prompt"], add_generation_prompt=True, return_dict=False)
+        assert r["prompt"][1:] in turns or len(r["prompt"]) == 2
     assert (tmp_path / "run" / "latest" / "config.json").read_bytes() == (model / "config.json").read_bytes()
