@@ -98,7 +98,8 @@ class Run:
         self.metrics = dict.fromkeys(METRICS)
         self.options = {k: v for k, v in dataclasses.asdict(c).items() if k not in ("out", "fresh")}
         digest = hashlib.sha256(json.dumps(self.options, sort_keys=True).encode()).hexdigest()[:8]
-        self.folder = Path(c.out or f"runs/{Path(c.model).name}-{Path(c.data).stem}-{digest}")
+        data = "+".join(Path(source).stem for source in c.data)
+        self.folder = Path(c.out or f"runs/{Path(c.model).name}-{data}-{digest}")
         self.latest, self.writer, self.writing = self.folder / "latest", ThreadPoolExecutor(1), []
         self.state = world.gather(self.find() if self.writes else None)[0]  # what `latest` says
 

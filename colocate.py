@@ -21,6 +21,7 @@ Left out: tensor-parallel engines, LoRA, quantized engines, several nodes for on
 import argparse
 import contextlib
 import datetime
+import functools
 import gc
 import importlib.metadata
 import itertools
@@ -33,7 +34,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -70,7 +71,7 @@ class ColocatedEngine:
         check_vllm()
         check_environment(self.cuda)
         self.tied = read_config(folder).get("tie_word_embeddings", False)
-        self.expected = checkpoint_shapes(folder)
+        self.folder, self.expected = Path(folder), checkpoint_shapes(folder)
         if self.cuda:
             check_free_memory(gpu_memory_utilization)
         sizes = sorted({1, 2, 4, *range(8, min(max_num_seqs, 512) + 1, 8), min(max_num_seqs, 512)})
@@ -133,12 +134,13 @@ class ColocatedEngine:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(pairs)})
 
     def generate(self, prompts: list[list[int]], *, n: int, max_tokens: int, temperature: float,
-                 seeds: list[int], eos_token_ids: list[int]) -> list[list[tuple[list[int], list[float]]]]:
+                 seeds: list[int], eos_token_ids: list[int],
+                 stop: Sequence[str] = ()) -> list[list[tuple[list[int], list[float]]]]:
         """n completions for each prompt of token ids: (token ids, log-probability of each under the sampler).
 
-        A completion ends with the EOS it emitted; without one it was cut at max_tokens. Temperature 0 is
-        greedy. Completion i of a prompt draws with seeds[prompt] + i. Raises RuntimeError while the engine is
-        asleep.
+        A completion ends with the EOS it emitted, or with the token that completes one of the strings `stop`
+        in its text; without either it was cut at max_tokens. Temperature 0 is greedy. Completion i of a
+        prompt draws with seeds[prompt] + i. Raises RuntimeError while the engine is asleep.
         """
         if not self.awake:
             raise RuntimeError("the engine is asleep and has no weights: call wake(named_weights) first")
@@ -156,21 +158,24 @@ class ColocatedEngine:
                     request_id=name, prompt_token_ids=list(prompt), sampling_params=parameters,
                     mm_features=None, pooling_params=None, arrival_time=time.time(), lora_request=None,
                     cache_salt=None, data_parallel_rank=None))
-        self.run(samples)
+        self.run(samples, stop)
         flat = list(samples.values())
         return [flat[i:i + n] for i in range(0, len(flat), n)]
 
-    def run(self, samples: dict[str, tuple[list, list]]) -> None:
+    def run(self, samples: dict[str, tuple[list, list]], stop: Sequence[str] = ()) -> None:
         """Steps the engine until every request is finished, adding tokens and log-probabilities to `samples`.
 
         A decode step of a small model is bound by the CPU. So this is vLLM's loop without its output
         processor, which would build texts, containers and statistics that nobody reads: 3.2 → 2.8 ms a step.
+        The processor is also what looks for stop strings; here `completes` does.
         """
-        unfinished = len(samples)
+        unfinished, stopped = len(samples), set()
         gc.disable()  # a collection walks over every object of the trainer, and a step makes no cycles
         try:
             while unfinished:
                 for output in self.core.get_output().outputs:
+                    if output.request_id in stopped:
+                        continue  # of the step that was in flight
                     ids, logps = samples[output.request_id]
                     if output.new_token_ids:
                         [token], reported = output.new_token_ids, output.new_logprobs
@@ -179,9 +184,20 @@ class ColocatedEngine:
                             raise RuntimeError("vLLM reported the log-probability of another token")
                         ids.append(token)
                         logps.append(reported.logprobs.item(0))
-                    unfinished -= output.finish_reason is not None
+                    finished = output.finish_reason is not None
+                    if stop and not finished and completes(self.tokenizer, ids, stop):
+                        self.core.abort_requests([output.request_id])
+                        stopped.add(output.request_id)
+                        finished = True
+                    unfinished -= finished
         finally:
             gc.enable()
+
+    @functools.cached_property
+    def tokenizer(self):
+        """Of the folder; needed for stop strings alone."""
+        import tokenizers
+        return tokenizers.Tokenizer.from_file(str(self.folder / "tokenizer.json"))
 
     def sleep(self) -> None:
         """Discards weights and KV cache. A CPU engine keeps its memory, but counts as empty all the same."""
@@ -214,6 +230,15 @@ class ColocatedEngine:
         if self.cuda:
             torch.cuda.synchronize()
         self.times[name] = time.perf_counter() - start
+
+
+def completes(tokenizer, ids: list[int], stop: Sequence[str]) -> bool:
+    """Whether one of the strings is in the text of the last tokens: asked after every token, it was the last
+    that completed it. tokenizer: with decode(ids, skip_special_tokens=…)."""
+    longest = max(len(string.encode(errors="replace")) for string in stop)
+    # A token is a byte or more, but for those that are nothing alone: hence a few more of them.
+    text = tokenizer.decode(ids[-longest - 8:], skip_special_tokens=False)
+    return any(string in text for string in stop)
 
 
 # ---- One engine for all, on a rank of its own --------------------------------------------------------------

@@ -21,10 +21,11 @@ import os
 import random
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
+import jinja2.meta
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -46,10 +47,11 @@ class Tokenizer:
     """The tokenizer.json, tokenizer_config.json, chat template and EOS ids of a Hugging Face folder.
 
     chat_template: path of a jinja file that overrides the model's template, or the name of one where the
-    model has several. Raises UserError when a file is missing or broken.
+    model has several. chat_template_kwargs: a JSON object of what the template is given besides the messages.
+    Raises UserError when a file is missing or broken, and for keywords that the template does not mention.
     """
 
-    def __init__(self, folder: str | Path, chat_template: str | None = None):
+    def __init__(self, folder: str | Path, chat_template: str | None = None, chat_template_kwargs: str = ""):
         self.folder = Path(folder)
         file = self.folder / "tokenizer.json"
         if not file.is_file():
@@ -91,14 +93,15 @@ class Tokenizer:
                 raise UserError(f"{file} cannot encode its EOS ({error}): fetch the model again") from None
             bos = probe.ids[0] if probe.special_tokens_mask[:1] == [1] else None
         self._bos = [] if bos is None or config.get("add_bos_token") is False else [bos]
-        self._template = self._load_template(config.get("chat_template"), chat_template)
+        keywords = _template_keywords(chat_template_kwargs)
+        self._template = self._load_template(config.get("chat_template"), chat_template, keywords)
         self.has_chat_template = self._template is not None
 
-    def _load_template(self, configured, override: str | None) -> jinja2.Template | None:
+    def _load_template(self, configured, override: str | None, keywords: dict) -> jinja2.Template | None:
         """From a file, else one of the templates that tokenizer_config.json has `configured`."""
         file = Path(override) if override else self.folder / "chat_template.jinja"
         if file.is_file():
-            return _compile_template(_read_text(file), str(file))
+            return _compile_template(_read_text(file), str(file), self._special, keywords)
         if isinstance(configured, str):
             configured = [{"name": "default", "template": configured}]
         where, name = self.folder / "tokenizer_config.json", override or "default"
@@ -110,7 +113,12 @@ class Tokenizer:
         if name not in named and (named or override):
             listed = ", ".join(sorted(named)) or "none"
             raise UserError(f"--chat_template {name}: no file, nor a template in {where} (has: {listed})")
-        return _compile_template(named[name], f"{where} ({name})") if named else None
+        if named:
+            return _compile_template(named[name], f"{where} ({name})", self._special, keywords)
+        if keywords:
+            raise UserError(f"--chat_template_kwargs: {self.folder} has no chat template: leave it away, or "
+                            "give --chat_template FILE")
+        return None
 
     def render(self, prompt: str | list[dict]) -> str:
         """Text as it is; messages up to where the answer starts, without a template their contents alone."""
@@ -119,7 +127,7 @@ class Tokenizer:
         if self._template is None:
             return "\n\n".join(message["content"] for message in prompt)
         try:
-            return self._template.render(self._special, messages=prompt)
+            return self._template.render(messages=prompt)
         except Exception as error:  # its raise_exception, or whatever its code makes of these messages
             raise UserError(f"the chat template of {self.folder} refuses these messages: {error}") from error
 
@@ -140,12 +148,23 @@ class Tokenizer:
         # BOS once: the template and the post-processor may both write it. Nothing that the latter appends.
         return [ids if ids[:1] == self._bos else self._bos + ids for ids in encoded]
 
-    def decode(self, token_ids: list[int]) -> str:
-        """The text of token_ids, special tokens skipped."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of token_ids."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
-def _compile_template(source: str, where: str) -> jinja2.Template:
+def _template_keywords(text: str) -> dict:
+    try:
+        keywords = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        keywords = None
+    if not isinstance(keywords, dict):
+        raise UserError(f"--chat_template_kwargs {text[:80]}: give a JSON object such as "
+                        """'{"enable_thinking": false}'""")
+    return keywords
+
+
+def _compile_template(source: str, where: str, special: dict, keywords: dict) -> jinja2.Template:
     """With the settings and helpers of transformers, for which templates are written."""
     def raise_exception(message):
         raise jinja2.TemplateError(message)
@@ -154,15 +173,21 @@ def _compile_template(source: str, where: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     # None for tools and documents: templates ask `is not none`, which is true of an undefined name.
-    environment.globals.update(tools=None, documents=None, add_generation_prompt=True,
+    environment.globals.update(special, tools=None, documents=None, add_generation_prompt=True,
                                raise_exception=raise_exception, strftime_now=time.strftime)
     environment.filters["tojson"] = (  # jinja's own writes < > & ' as \u escapes, for HTML
         lambda value, ensure_ascii=False, **options: json.dumps(value, ensure_ascii=ensure_ascii, **options))
     try:
-        return environment.from_string(source)
+        template = environment.from_string(source, globals=keywords)
+        mentioned = jinja2.meta.find_undeclared_variables(environment.parse(source))
     except Exception as error:  # TemplateSyntaxError, or too deep for jinja, or for the Python that it writes
         raise UserError(f"{where}, line {getattr(error, 'lineno', 1)}: not a jinja template: "
                         f"{getattr(error, 'message', error)}; --chat_template FILE gives another") from None
+    takes = mentioned - {"messages", *environment.globals}  # these it is given by us
+    for name in keywords.keys() - takes:  # would do nothing, without a word
+        raise UserError(f"--chat_template_kwargs {name!r} is no keyword of {where}: " + (
+            f"it takes {', '.join(sorted(takes))}" if takes else "it takes none, leave the option away"))
+    return template
 
 
 def write_digits_tokenizer(folder: str | Path) -> None:
@@ -242,10 +267,28 @@ def load_prompts(source: str, tokenizer: Tokenizer, *, max_prompt_length: int,
     if tokenizer.has_chat_template and isinstance(prompts[0].prompt, str):
         notes.append("prompts are plain text: no chat template (messages or --system_prompt would use it)")
     # Of the prompts as encoded: some chat templates print the date, and the same file then reads differently.
-    everything = json.dumps([[p.token_ids, p.columns] for p in prompts], default=str)
-    fingerprint = hashlib.sha256(everything.encode()).hexdigest()
+    fingerprint = _sha256([[p.token_ids, p.columns] for p in prompts])
     held_out = BUILT_IN.get(source, 0)  # of "digits" all: it is evaluated on what it is trained on
     return PromptSet(prompts[held_out:] or prompts, prompts[:held_out], notes, fingerprint)
+
+
+def load_data(sources: list[str], tokenizer: Tokenizer, **how) -> PromptSet:
+    """The prompts of several sources as one list, in the order given; how: as in load_prompts.
+
+    A column that only some of the sources have is None in the others' prompts.
+    """
+    sets = [load_prompts(source, tokenizer, **how) for source in sources]
+    if len(sets) == 1:
+        return sets[0]
+    train, held_out = [p for s in sets for p in s.train], [p for s in sets for p in s.held_out]
+    names = dict.fromkeys(name for p in [*train, *held_out] for name in p.columns)
+    train, held_out = ([replace(p, columns=names | p.columns) for p in part] for part in (train, held_out))
+    notes = [f"{source}: {note}" for source, s in zip(sources, sets) for note in s.notes]
+    return PromptSet(train, held_out, notes, _sha256([s.fingerprint for s in sets]))
+
+
+def _sha256(value) -> str:
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()
 
 
 def _built_in_rows(task: str) -> list[tuple[str, dict]]:

@@ -40,8 +40,8 @@ import model
 import rewards
 import sharded
 from checkpoint import Health, Run, step_metrics
-from colocate import ColocatedEngine, RemoteEngine
-from data import Prompt, PromptSet, Tokenizer, UserError, load_prompts, prompt_indices, sample_seed
+from colocate import ColocatedEngine, RemoteEngine, completes
+from data import Prompt, PromptSet, Tokenizer, UserError, load_data, load_prompts, prompt_indices, sample_seed
 from model import (
     WARM_START, ModelConfig, Policy, PolicySampler, balance, checkpoint_folder, memory_plan, pack,
     parameter_count, token_logprobs, upload, write_tiny_model)
@@ -64,7 +64,8 @@ class Config:
 
     # what to train on
     model: str = option("tiny", "a folder with a Hugging Face checkpoint, or a hub id; 'tiny' is built in")
-    data: str = option("digits", "prompts: a file, or built in: digits (single-digit sums), sums (two-digit)")
+    data: list[str] = option(("digits",), "prompts: files, or built in: digits (single-digit sums), sums "
+                             "(two-digit)")
     eval_data: list[str] = option((), "files of prompts to evaluate on; built-in tasks bring their own")
     reward: list[str] = option(("gsm8k",), "reward functions: built-in names or file.py:function")
     reward_weights: list[float] = option((), "one weight for each reward function (default 1)")
@@ -72,6 +73,7 @@ class Config:
     reward_workers: int = option(1, "processes that score on a rank; 0: the trainer's own", low=0, high=1024)
     system_prompt: str = option("", "put before every prompt as a system message")
     chat_template: str = option("", "a jinja file that replaces the model's chat template")
+    chat_template_kwargs: str = option("", "keywords for the template, as JSON: {\"enable_thinking\": false}")
     prompt_column: str = option("", "column of the data file that holds the prompt (default: recognised)")
     answer_column: str = option("", "column that holds the gold answer (default: recognised)")
     max_prompt_length: int = option(512, "tokens; longer prompts are dropped at load, and counted")
@@ -82,6 +84,7 @@ class Config:
     num_generations: int = option(8, "completions a prompt: the group that a completion is compared with",
                                   low=2, use="8 or more: completions of a prompt are compared")
     max_completion_length: int = option(256, "tokens; a completion without EOS is cut here")
+    stop: list[str] = option((), "texts that end a completion, e.g. </answer>; they train like the rest")
     dynamic_sampling_rounds: int = option(0, "replace groups whose rewards all agree, up to so many times "
                                           "(DAPO); when most are all right or all wrong", low=0, high=64)
     temperature: float = option(1.0, "divides the logits, in the sampler and in the trainer", low=1e-3,
@@ -178,6 +181,8 @@ def check(c: Config) -> None:
                         f"{c.num_generations} is {whole}: use at most {2**20} completions a step")
     if c.max_steps == 0:
         raise UserError("--max_steps 0: use 1 or more, or leave it away for --num_train_epochs")
+    if "" in c.stop:
+        raise UserError('--stop "": use a text that completions are to end with, e.g. "</answer>"')
     if c.num_minibatches > c.prompts_per_step:
         raise UserError(f"--num_minibatches {c.num_minibatches}: use at most --prompts_per_step")
     if c.eval_num_generations > 1 and c.eval_temperature == 0:
@@ -341,11 +346,11 @@ def generate_rollouts(engine, prompts: list[tuple[int, Prompt]], step: int, toke
     groups = engine.generate(
         [p.token_ids for _, p in prompts], n=c.num_generations, max_tokens=c.max_completion_length,
         temperature=c.temperature, seeds=[sample_seed(c.seed, step, round, slot) for slot, _ in prompts],
-        eos_token_ids=tokenizer.eos_token_ids)
+        eos_token_ids=tokenizer.eos_token_ids, stop=c.stop)
+    cut = lambda ids: not (ids[-1] in tokenizer.eos_token_ids or c.stop and completes(tokenizer, ids, c.stop))
     return [Rollout(slot=slot * c.num_generations + i, prompt=prompt.prompt, prompt_ids=prompt.token_ids,
                     completion_ids=ids, sampler_logps=logps, completion=tokenizer.decode(ids),
-                    truncated=ids[-1] not in tokenizer.eos_token_ids, weight_version=engine.weight_version,
-                    round=round)
+                    truncated=cut(ids), weight_version=engine.weight_version, round=round)
             for (slot, prompt), group in zip(prompts, groups) for i, (ids, logps) in enumerate(group)]
 
 
@@ -389,7 +394,8 @@ def evaluate(engine, held_out: dict[str, list[Prompt]], tokenizer, scorer: Score
     groups = engine.generate(
         [p.token_ids for _, p in mine], n=c.eval_num_generations, temperature=c.eval_temperature,
         max_tokens=c.eval_max_completion_length or c.max_completion_length,
-        seeds=[sample_seed(c.seed, -1, 0, i) for i, _ in mine], eos_token_ids=tokenizer.eos_token_ids)
+        seeds=[sample_seed(c.seed, -1, 0, i) for i, _ in mine], eos_token_ids=tokenizer.eos_token_ids,
+        stop=c.stop)
     ids = [[ids for ids, _ in group] for group in groups]
     scores = scorer.score([Group(p.prompt, [tokenizer.decode(x) for x in group], group, p.columns)
                            for (_, p), group in zip(mine, ids)])
@@ -530,14 +536,16 @@ def load(c: Config, folder: Path, weights: Path,
          world: World) -> tuple[Tokenizer, PromptSet, dict[str, list[Prompt]], Scorer, Policy]:
     """Everything that can be wrong with the input, before an engine starts. Settles c.max_steps."""
     scorer = Scorer(list(c.reward), list(c.reward_weights) or None, c.reward_timeout, c.reward_workers)
-    config, tokenizer = ModelConfig.from_folder(folder), Tokenizer(folder, c.chat_template or None)
+    scorer.state["max_completion_length"] = c.max_completion_length
+    config = ModelConfig.from_folder(folder)
+    tokenizer = Tokenizer(folder, c.chat_template or None, c.chat_template_kwargs)
     if c.longest > config.max_position_embeddings:
         raise UserError(f"--max_prompt_length {c.max_prompt_length} + --max_completion_length "
                         f"{c.longest - c.max_prompt_length} = {c.longest} tokens, {c.model} takes "
                         f"{config.max_position_embeddings}: lower one of them")
     columns = dict(max_prompt_length=c.max_prompt_length, system_prompt=c.system_prompt or None,
                    prompt_column=c.prompt_column or None, answer_column=c.answer_column or None)
-    prompts = load_prompts(c.data, tokenizer, **columns)
+    prompts = load_data(c.data, tokenizer, **columns)
     held_out = {"held out": prompts.held_out} if prompts.held_out else {}
     if c.eval_data:
         others = {source: load_prompts(source, tokenizer, **columns) for source in c.eval_data}
@@ -588,9 +596,9 @@ def plan_memory(c: Config, m: ModelConfig, size: int, ranks: int, card: int) -> 
     return words, int(halves["generating"]["KV cache"])
 
 
-def build_engine(c: Config, folder: Path, policy: Policy, world: World):
+def build_engine(c: Config, folder: Path, tokenizer: Tokenizer, policy: Policy, world: World):
     if not (c.colocate or c.split):
-        return PolicySampler(policy)
+        return PolicySampler(policy, functools.partial(completes, tokenizer))
     dtype, ranks = policy.model.norm.weight.dtype, 1 if c.split else world.size
     arguments = dict(
         folder=folder, dtype=dtype, max_model_len=c.longest,
@@ -621,12 +629,12 @@ def train(c: Config, world: World) -> None:
         world.gather(None)
     tokenizer, prompts, held_out, scorer, policy = load(c, folder, run.latest if start else folder, world)
     if run.state.get("data", prompts.fingerprint) != prompts.fingerprint:
-        raise UserError(f"{c.data} changed since {run.folder} began: give another --out, or --fresh")
+        raise UserError(f"{' '.join(c.data)} changed since {run.folder} began: give another --out or --fresh")
     run.begin()
     say("\n".join([*prompts.notes, f"{sum(map(len, held_out.values()))} prompts to evaluate on"]))
     if held_out:  # every row has every key
         run.metrics |= eval_metrics({name: [[0.0] * c.eval_num_generations] for name in held_out})
-    engine = build_engine(c, folder, policy, world)
+    engine = build_engine(c, folder, tokenizer, policy, world)
     optimizer = ShardedAdamW(policy, c, world)  # after the engine: vLLM measures the memory that is free
     say(f"{c.model} on {world.size} ranks, {c.max_steps} steps; everything is written to {run.folder}, "
         f"a checkpoint in about {run.seconds_to_save(optimizer):.1f} s")

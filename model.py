@@ -600,12 +600,12 @@ class KVCache:
 
 @torch.no_grad()
 def sample(policy: Policy, prompts: list[list[int]], max_tokens: int, temperature: float, seeds: list[int],
-           eos_token_ids: list[int]) -> list[tuple[list[int], list[float]]]:
+           eos_token_ids: list[int], ends=None) -> list[tuple[list[int], list[float]]]:
     """One completion for each prompt: (token ids, log-probability of each). Temperature 0 is greedy.
 
-    A completion ends with the EOS it emitted or, without one, after max_tokens. What a sequence draws depends
-    on its own seed alone, not on its neighbours: u_t uniform in [0, 1) is looked up in the cumulative
-    distribution.
+    A completion ends with the EOS it emitted, or where ends(its token ids) is true, or after max_tokens. What
+    a sequence draws depends on its own seed alone, not on its neighbours: u_t uniform in [0, 1) is looked up
+    in the cumulative distribution.
     """
     device, lengths = policy.model.norm.weight.device, [len(p) for p in prompts]
     cache = KVCache(policy, lengths, max_tokens)
@@ -623,6 +623,9 @@ def sample(policy: Policy, prompts: list[list[int]], max_tokens: int, temperatur
         logps.append(logp.gather(-1, token[:, None]).squeeze(-1))
         count += ~done
         done = done | torch.isin(token, eos)
+        if ends:
+            rows = torch.stack(ids, 1).tolist()
+            done = done | torch.tensor([ends(row) for row in rows], device=device)
         if t + 1 == max_tokens or bool(done.all()):
             break
         hidden = policy(token, cache.used, cache.attends(cache.step))
@@ -643,19 +646,21 @@ class PolicySampler:
 
     given_back = 0
 
-    def __init__(self, policy: Policy):
-        self.policy, self.weight_version = policy, None
+    def __init__(self, policy: Policy, completes=None):
+        """completes(ids, stop): whether the last of the token ids completes one of the strings `stop`."""
+        self.policy, self.completes, self.weight_version = policy, completes, None
 
     def wake(self, named_weights, version: int) -> None:
         self.weight_version = version
 
-    def generate(self, prompts, *, n, max_tokens, temperature, seeds, eos_token_ids):
+    def generate(self, prompts, *, n, max_tokens, temperature, seeds, eos_token_ids, stop=()):
+        ends = (lambda ids: self.completes(ids, stop)) if stop else None
         flat = [(p, s + i) for p, s in zip(prompts, seeds) for i in range(n)]
         drawn = []
         for start in range(0, len(flat), 256):  # bounds the KV cache
             part = flat[start:start + 256]
             drawn += sample(self.policy, [p for p, _ in part], max_tokens, temperature, [s for _, s in part],
-                            eos_token_ids)
+                            eos_token_ids, ends)
         return [drawn[i:i + n] for i in range(0, len(drawn), n)]
 
     def sleep(self) -> None:

@@ -185,7 +185,18 @@ def length(completions, answer, completion_ids=None, **kwargs):
             for right, score in zip(math(completions, answer), scores)]
 
 
-BUILTINS = {"gsm8k": gsm8k, "math": math, "countdown": countdown, "format": format, "length": length}
+def overlong(completion_ids, trainer_state, **kwargs):
+    """0 for up to 4/5 of max_completion_length tokens, then linearly down to -1 for all of them, which a
+    completion that was cut has (DAPO, eq. 13, arXiv 2503.14476: from 16,384 to 20,480).
+
+    The limit is trainer_state.max_completion_length: a Scorer's state must hold it.
+    """
+    longest = trainer_state.max_completion_length
+    return [max(-1.0, min(0.0, 4 - 5 * len(ids) / longest)) for ids in completion_ids]
+
+
+BUILTINS = {"gsm8k": gsm8k, "math": math, "countdown": countdown, "format": format, "length": length,
+            "overlong": overlong}
 
 # ---- Calling a function, in a worker or here ---------------------------------------------------------------
 

@@ -124,7 +124,7 @@ def main() -> None:
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": ""}) + "\n" for p in prompts))
     gpus = int(os.environ["WORLD_SIZE"])
     c = minigrpo.Config(
-        model=args.model, data=str(folder / "prompts.jsonl"), reward=[f"{__file__}:reward"], out=str(folder / "run"),
+        model=args.model, data=[str(folder / "prompts.jsonl")], reward=[f"{__file__}:reward"], out=str(folder / "run"),
         fresh=True, colocate=args.layout == "colocate", split=args.layout == "split",
         prompts_per_step=args.prompts * gpus, num_generations=args.generations, max_prompt_length=128,
         max_completion_length=args.completion, micro_batch_tokens=args.micro_batch_tokens,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy
+import tokenizers
 import torch
 import torch.distributed as dist
 
@@ -73,6 +74,20 @@ seen["gap"] = [gap(samples)]
 seen["lengths"] = [len(ids) for group in samples for ids, _ in group]
 seen["eos_only_last"] = all(1 not in ids[:-1] and (ids[-1] == 1 or len(ids) == 24) for g in samples for ids, _ in g)
 seen["samples"] = [ids for group in samples for ids, _ in group]
+tokenizer = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
+text = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+plain = lambda ids, k, n: text(ids[k:k + n]).isascii() and len(ids) > k + n
+stops = [[next(text(ids[k:k + 2]) for k in range(6, 20) for ids, _ in samples[0] if plain(ids, k, 2)), "no|where"],
+         [next(text(ids[k:k + 1]) for k in range(3, 20) if plain(ids, k, 1)) for g in samples for ids, _ in g]]  # ends all
+seen["stop_cuts"], seen["stop_gap"], seen["stopped_as_expected"], seen["left_running"] = [], [], [], []
+for stop in stops:
+    ends = lambda ids: next((n for n in range(1, len(ids) + 1) if any(s in text(ids[:n]) for s in stop)), len(ids))
+    expected = [(ids[:ends(ids)], logps[:ends(ids)]) for group in samples for ids, logps in group]
+    stopped = [sample for group in engine.generate(PROMPTS, **ARGS, stop=stop) for sample in group]
+    seen["stop_cuts"].append([len(ids) - ends(ids) for group in samples for ids, _ in group])
+    seen["stopped_as_expected"].append([ids for ids, _ in stopped] == [ids for ids, _ in expected])
+    seen["stop_gap"] += [abs(p - q) for (_, ps), (_, qs) in zip(stopped, expected) for p, q in zip(ps, qs)]
+    seen["left_running"] += engine.core.engine_core.scheduler.requests
 seen["again"] = [ids for group in engine.generate(PROMPTS, **ARGS) for ids, _ in group]
 engine.sleep()
 seen["asleep_again"] = refused(lambda: engine.generate(PROMPTS, **ARGS))

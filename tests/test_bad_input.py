@@ -447,7 +447,8 @@ OPTIONS = {
         ("--reward_weights", "1", "2"), ("--reward_weights", "nan"), ("--reward_weights", "inf"), ("--reward_weights", "x"),
         ("--reward_weights",), ("--reward_weights", "1", "--reward", "gsm8k", "math"), ("--reward",), ("--colocate",),
         ("--reward", "math", "math"), ("--colocate", "--split"), ("--split",),
-        ("--max_completion_length", "60"), ("--max_prompt_length", "1"), ("--reward", "gsm9k"))},
+        ("--max_completion_length", "60"), ("--max_prompt_length", "1"), ("--reward", "gsm9k"),
+        ("--stop",), ("--stop", ""), ("--stop", "a", ""), ("--chat_template_kwargs", "{"), ("--chat_template_kwargs", '{"enable_thinking": 1}'))},
     "stray word": (("word",), "--fresh", "word"),
     "system prompt not in the vocabulary": (("data.jsonl, line 1", "Think"), "--system_prompt", "Think"),
 }
@@ -713,7 +714,7 @@ def test_nothing_that_is_loaded_runs_code(monkeypatch, folder):
     assert code == 1 and "convert the .bin" in said and not (folder / "marker").exists()
 
 
-BUGS = [(minigrpo, "load_prompts"), (minigrpo, "Tokenizer"), (minigrpo.data, "_choose_column"), (minigrpo, "check"),
+BUGS = [(minigrpo, "load_data"), (minigrpo, "Tokenizer"), (minigrpo.data, "_choose_column"), (minigrpo, "check"),
         (minigrpo.model, "check_values"), (minigrpo.model, "read_tensor"), (minigrpo.checkpoint, "number_of"),
         (minigrpo.checkpoint, "read_object"), (minigrpo.checkpoint, "sync"), (rewards, "_load"), (minigrpo, "policy_loss")]
 

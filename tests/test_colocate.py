@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
+from checkpoints import write_checkpoint, write_tokenizer
 
 import colocate
 from colocate import ColocatedEngine, UserError, bit_sum, check_push
@@ -33,6 +33,7 @@ def torchrun(ranks: int, *command, timeout=300):
 def seen(request, tmp_path_factory):
     folder, out = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("out")
     write_checkpoint(folder, request.param, scale=3.0)
+    write_tokenizer(folder)
     (folder / "generation_config.json").write_text(json.dumps(
         {"eos_token_id": 1, "repetition_penalty": 1.5, "top_p": 0.5, "temperature": 0.1, "do_sample": True}))
     run = torchrun(2, HERE / "engine_worker.py", folder, out)
@@ -50,6 +51,13 @@ def test_h1_engine_equals_trainer_after_every_push(seen):
 
 def test_h1_goes_red_without_the_push(seen):
     assert all(rank["red_no_push"] > 1e-3 for rank in seen)
+
+
+def test_stop_strings_cut_completions_and_change_nothing_else(seen):
+    for rank in seen:
+        assert rank["stopped_as_expected"] == [True, True] and max(rank["stop_gap"]) < 1e-5
+        some, every = rank["stop_cuts"]
+        assert max(some) > 0 == min(some) and min(every) > 0 and rank["left_running"] == []
 
 
 def test_h2_an_engine_asleep_refuses(seen):

@@ -17,7 +17,7 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 import data
-from data import Prompt, Tokenizer, UserError, load_prompts, prompt_indices, sample_seed
+from data import Prompt, Tokenizer, UserError, load_data, load_prompts, prompt_indices, sample_seed
 
 TEMPLATES = Path(__file__).parent / "fixtures_data"
 NAMES = ["qwen2_5", "qwen3", "llama3", "llama3_2", "smollm2", "deepseek_r1_distill"]
@@ -152,6 +152,43 @@ def test_every_helper_of_transformers_is_there(make_folder):
     assert Tokenizer(folder).encode(messages) == ids
     assert "<a> & 'é'" in text and "<bos><eos><|im_end|>\n" in text
     assert "TOOLS" not in text and "skip" not in text and "stop" not in text
+
+
+def test_keywords_reach_the_template_as_in_transformers(make_folder):
+    folder = make_folder((TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8"), settings=MODEL_TOKENS["qwen3"])
+    told = [Tokenizer(folder, chat_template_kwargs=json.dumps({"enable_thinking": on})) for on in (False, True)]
+    for messages in CONVERSATIONS:
+        for on, tokenizer in enumerate(told):
+            text, ids = oracle(folder, messages, enable_thinking=bool(on))
+            assert tokenizer.render(messages) == text and tokenizer.encode(messages) == ids
+        assert told[0].render(messages) != told[1].render(messages) == Tokenizer(folder).render(messages)
+    old = make_folder((TEMPLATES / "llama3_2.jinja").read_text(encoding="utf-8"), settings=MODEL_TOKENS["llama3_2"], name="old")
+    date = {"date_string": "1 May 1999"}  # mentioned, and set by the template itself where it is not given
+    text, _ = oracle(old, user("hi"), **date)
+    assert Tokenizer(old, chat_template_kwargs=json.dumps(date)).render(user("hi")) == text and "1 May 1999" in text
+
+
+@pytest.mark.parametrize("text, message", [
+    *((text, r"--chat_template_kwargs .*: give a JSON object such as '{\"enable_thinking\": false}'") for text in (
+        "{", "enable_thinking=false", "[1]", "null", "3", "[" * 100_000)),
+    *((json.dumps({"enable_thinking": True, name: None}), f"--chat_template_kwargs '{name}' is no keyword of .*config.json"
+       r" \(default\): it takes .*enable_thinking") for name in (
+        "messages", "add_generation_prompt", "tools", "documents", "eos_token", "namespace", "raise_exception", "thinking"))])
+def test_keywords_that_do_nothing_are_refused(make_folder, text, message):
+    template = (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8") + "{{ eos_token }}{{ documents }}"
+    with pytest.raises(UserError, match=message):
+        Tokenizer(make_folder(template), chat_template_kwargs=text)
+
+
+def test_keywords_without_a_template_that_takes_any(make_folder, tmp_path):
+    keywords = '{"enable_thinking": false}'
+    with pytest.raises(UserError, match="'enable_thinking' is no keyword of .*: it takes none, leave the option away"):
+        Tokenizer(make_folder(CHATML), chat_template_kwargs=keywords)
+    bare = make_folder(name="bare")
+    with pytest.raises(UserError, match="--chat_template_kwargs: .*bare has no chat template"):
+        Tokenizer(bare, chat_template_kwargs=keywords)
+    (tmp_path / "mine.jinja").write_text("{{ enable_thinking }}")
+    assert Tokenizer(bare, str(tmp_path / "mine.jinja"), keywords).render([]) == "False"
 
 
 def test_a_template_cannot_reach_python(make_folder):
@@ -405,6 +442,14 @@ def test_layouts(load, chat, row, prompt, columns):
     assert loaded.token_ids == chat.encode(prompt)
 
 
+def test_several_turns_go_through_the_template_as_in_transformers(load, chat):
+    turns = CONVERSATIONS[-1]
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "user"]
+    for column, value in ("prompt", turns), ("messages", turns), ("messages", [*turns, REPLY]):
+        [loaded] = load("turns.jsonl", [{column: value}]).train
+        assert loaded.prompt == turns and loaded.token_ids == oracle(chat.folder, turns)[1]
+
+
 def test_columns_chosen_by_hand(load):
     row = {"prompt": "not this", "question": "q", "gold": 7, "answer": "old", "x.y": "dot",
            "meta": {"a": {"b": "deep"}}}
@@ -424,6 +469,32 @@ def test_rows_with_different_columns_get_all_of_them(load):
     rows = [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2", "level": 3}, {"question": "c"}]
     assert [p.columns for p in load("data.jsonl", rows).train] == [
         {"answer": "1", "level": None}, {"answer": "2", "level": 3}, {"answer": None, "level": None}]
+
+
+def test_several_sources_are_one_list(load, chat, tmp_path):
+    load("a.jsonl", [{"question": "a", "answer": "1", "level": 3}, {"question": "b" * 300, "answer": "2"}])
+    load("b.json", json.dumps([{"nums": [1, 2], "target": 3}, {"nums": [4], "target": 4}]))
+    a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.json")
+    both = load_data([a, "sums", b], chat, max_prompt_length=200)
+    parts = [load_prompts(source, chat, max_prompt_length=200) for source in (a, "sums", b)]
+    for together, apart in ((both.train, [s.train for s in parts]), (both.held_out, [s.held_out for s in parts])):
+        apart = sum(apart, [])
+        assert [(p.prompt, p.token_ids) for p in together] == [(p.prompt, p.token_ids) for p in apart]
+        for p, own in zip(together, apart):
+            assert p.columns == dict.fromkeys(("answer", "level", "nums", "target")) | own.columns
+    assert len(both.held_out) == 512 and len(both.train) == 1 + 7588 + 2
+    assert both.train[0].columns == {"answer": "1", "level": 3, "nums": None, "target": None}
+    assert both.train[-1].columns == {"answer": 4, "level": None, "nums": [4], "target": 4}
+    assert both.notes == [f"{source}: {note}" for source, s in zip((a, "sums", b), parts) for note in s.notes]
+    assert len(both.notes) == 4 and "longer than 200 tokens dropped" in both.notes[1]
+    assert load_data([a], chat, max_prompt_length=200) == parts[0]
+    seen = {both.fingerprint, parts[0].fingerprint, *(
+        load_data(sources, chat, max_prompt_length=200).fingerprint for sources in ([a, b], [b, a], [a, a, b]))}
+    load("b.json", json.dumps([{"nums": [1, 2], "target": 3}, {"nums": [4], "target": 5}]))
+    seen.add(load_data([a, "sums", b], chat, max_prompt_length=200).fingerprint)
+    assert len(seen) == 6
+    with pytest.raises(UserError, match=r"b.json: --prompt_column 'question' is not there"):
+        load_data([a, b], chat, max_prompt_length=200, prompt_column="question")
 
 
 def test_system_prompt(load, plain):

@@ -7,6 +7,7 @@ padded [B, T] batch with plain loops (in float64), and from transformers (in flo
 import json
 import math
 import statistics
+import types
 
 import pytest
 import ranks
@@ -318,8 +319,8 @@ def test_eos_as_padding_and_inside_prompts_is_harmless(checkpoint, policy):
 class FakeTokenizer:
     eos_token_ids = [1, 2]
 
-    def decode(self, ids):
-        return " ".join(map(str, ids))
+    def decode(self, ids, skip_special_tokens=True):
+        return " ".join(str(i) for i in ids if i not in self.eos_token_ids or not skip_special_tokens)
 
 
 class FakeEngine:
@@ -333,8 +334,16 @@ class FakeEngine:
         return self.completions
 
 
+def test_evaluation_ends_completions_where_rollouts_do():
+    engine, stop = FakeEngine([[([5, 6], [0.0, 0.0])]]), ["</answer>"]
+    world = types.SimpleNamespace(share=lambda items: items, meet=lambda stage: None, gather=lambda value: [value])
+    scorer = types.SimpleNamespace(score=lambda groups: [types.SimpleNamespace(parts={"f": [1.0]}) for _ in groups])
+    minigrpo.evaluate(engine, {"a": [Prompt("a", [3], {})]}, FakeTokenizer(), scorer, Config(stop=stop), world)
+    assert engine.options["stop"] == stop
+
+
 def test_rollouts_take_ids_as_sampled():
-    """Truncated means: the last id is none of the EOS ids, whatever the length."""
+    """Truncated means: the last id is none of the EOS ids and completes no stop string, whatever the length."""
     groups = [[([5, 6, 1], [-1.0, -2.0, -3.0]), ([1, 5, 6], [-1.0, -1.0, -1.0])],
               [([2], [-0.5]), ([7], [-0.25])]]
     engine = FakeEngine(groups)
@@ -344,10 +353,16 @@ def test_rollouts_take_ids_as_sampled():
     assert [(r.completion_ids, r.sampler_logps) for r in made] == [pair for group in groups for pair in group]
     assert [r.truncated for r in made] == [False, True, False, True]
     assert [r.slot for r in made] == [8, 9, 18, 19] and {r.weight_version for r in made} == {7}
-    assert [r.prompt_ids for r in made] == [[3], [3], [3, 3], [3, 3]] and made[1].completion == "1 5 6"
+    assert [r.prompt_ids for r in made] == [[3], [3], [3, 3], [3, 3]] and made[1].completion == "5 6"
     assert engine.prompts == [[3], [3, 3]]
-    assert engine.options == dict(n=2, max_tokens=3, temperature=0.6, eos_token_ids=[1, 2],
+    assert engine.options == dict(n=2, max_tokens=3, temperature=0.6, eos_token_ids=[1, 2], stop=(),
                                   seeds=[sample_seed(11, 5, 0, 4), sample_seed(11, 5, 0, 9)])
+    c.stop = ["6", "1 5 7"]
+    made = minigrpo.generate_rollouts(engine, prompts, 5, FakeTokenizer(), c)
+    assert [r.truncated for r in made] == [False, False, False, True] and engine.options["stop"] == ["6", "1 5 7"]
+    engine.completions = [[([1, 5, 7], [0.0] * 3), ([5, 7, 7], [0.0] * 3)]]  # special tokens belong to the text
+    made = minigrpo.generate_rollouts(engine, prompts[:1], 5, FakeTokenizer(), c)
+    assert [r.truncated for r in made] == [False, True]
 
 
 # ---- L4: advantages ----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import transformers
 from checkpoints import FAMILIES, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from model import ModelConfig, Policy, UserError, checkpoint_folder, sample, token_logprobs
+from model import ModelConfig, Policy, PolicySampler, UserError, checkpoint_folder, sample, token_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +181,31 @@ def test_a_sample_depends_on_its_seed_alone(folders):
     together = sample(policy, prompts, 8, 1.0, seeds=[7, 8, 7], eos_token_ids=[1])
     alone = sample(policy, [prompts[0]], 8, 1.0, seeds=[7], eos_token_ids=[1])
     assert together[0][0] == together[2][0] == alone[0][0] != together[1][0]
+
+
+def test_stop_strings_cut_samples_and_change_nothing_else(folders):
+    """Texts of the tokens are their numbers; "5" as a string is also in "15", which is where that sample ends."""
+    policy, asked = Policy.from_folder(folders("qwen3-tied")[0]), []
+
+    def completes(ids, stop):
+        asked.append(stop)
+        return any(string in " ".join(map(str, ids)) for string in stop)
+
+    arguments = dict(n=3, max_tokens=12, temperature=1.0, seeds=[1, 2, 3], eos_token_ids=[0])
+    engine, prompts = PolicySampler(policy, completes), [[3, 4, 5], [6], [7, 8]]
+    whole = engine.generate(prompts, **arguments)
+    assert not asked
+    ids = whole[0][0][0]
+    stop = [f"{ids[4]} {ids[5]}", "5"]
+    expected, cuts = [], set()
+    for group in whole:
+        expected.append([])
+        for ids, logps in group:
+            n = next((n for n in range(1, len(ids) + 1) if completes(ids[:n], stop)), len(ids))
+            cuts.add((n, n < len(ids)))
+            expected[-1].append((ids[:n], logps[:n]))
+    assert engine.generate(prompts, stop=stop, **arguments) == expected
+    assert len(cuts) > 2 and len(expected[0][0][0]) <= 6 and asked[-1] == stop
 
 
 def test_samples_follow_the_distribution(folders):

@@ -16,6 +16,7 @@ from collections import Counter
 from datetime import date
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -241,6 +242,20 @@ def test_length():
     assert length([right, right], [None] * 2, completion_ids=[[0], [1, 2]]) == [None, None]
 
 
+def test_overlong():
+    """DAPO, eq. 13, by hand: of 20 tokens the last 4 cost a quarter each."""
+    ids = [[0] * n for n in (1, 15, 16, 17, 18, 19, 20, 21)]
+    expected = [0.0, 0.0, 0.0, -0.25, -0.5, -0.75, -1.0, -1.0]
+    assert rewards.overlong(ids, SimpleNamespace(max_completion_length=20)) == expected
+    papers = [[0] * n for n in (16384, 18432, 20480)]
+    assert rewards.overlong(papers, SimpleNamespace(max_completion_length=20480)) == [0.0, -0.5, -1.0]
+    assert rewards.overlong([[0] * 256, [0] * 204], SimpleNamespace(max_completion_length=256)) == [-1.0, 0.0]
+    with Scorer(["overlong"]) as scorer:
+        scorer.state["max_completion_length"] = 20
+        [scores] = scorer.score([Group("p", [""] * 8, ids, {})])
+    assert scores.rewards == expected
+
+
 BUILTIN_CALLS = {
     "gsm8k": {"answer": "24"},
     "math": {"answer": "24"},
@@ -248,9 +263,10 @@ BUILTIN_CALLS = {
     "format": {},
     "countdown": {"nums": [20, 4], "target": 24},
 }
+TEXT_REWARDS = [name for name in rewards.BUILTINS if name != "overlong"]  # which looks at token ids alone
 
 
-@pytest.mark.parametrize("name", rewards.BUILTINS)
+@pytest.mark.parametrize("name", TEXT_REWARDS)
 def test_builtins_take_messages_and_never_look_at_the_prompt(name):
     class Untouchable:
         def __getattribute__(self, _):
@@ -292,7 +308,7 @@ ADVERSARIAL += [text * 5000 for text in ("123,456,", "<think>a</think><answer>")
 ADVERSARIAL += [" " * LONG + "x", "9" * LONG + "x", "1" + " " * LONG + "x"]
 
 
-@pytest.mark.parametrize("name", rewards.BUILTINS)
+@pytest.mark.parametrize("name", TEXT_REWARDS)
 def test_builtins_take_no_time_on_hostile_text(name):
     columns = {key: [value] for key, value in BUILTIN_CALLS[name].items()}
     for text in ADVERSARIAL:
@@ -506,6 +522,10 @@ def no_kwargs(completions, answer):
 def only_math(completions, kind, **kwargs):
     return [1.0 if k == "math" else None for k in kind]
 
+def turns(prompts, completions, **kwargs):
+    return [float([m["role"] for m in [*p, *c]] == ["user", "assistant"] * 2 and p[2]["content"] == "And 2 + 2?")
+            for p, c in zip(prompts, completions)]
+
 def greedy(tags, **kwargs):
     return [float(t.pop() == "b") for t in tags]
 """
@@ -523,6 +543,8 @@ def test_functions_written_for_trl(write, workers):
 
     assert score("reward_len", group("x" * 20, "x" * 17)) == [0, -3]
     assert score("correctness", group("1 + 1 = 2", "= 3", prompt=chat, solution="2")) == [1, 0]
+    several = [*chat, {"role": "assistant", "content": "2"}, {"role": "user", "content": "And 2 + 2?"}]
+    assert score("turns", group("4", "5", prompt=several)) == [1, 1] and score("turns", group("4", prompt=chat)) == [0]
     row = {"answer": "a", "level": 3, "tags": ["a", "b"], "nothing": None}
     assert score("everything", group("a", "b", **row), global_step=7) == [8, 9]
     assert score("slow", group("a", "b")) == [0.25, 0.25]
@@ -949,7 +971,7 @@ def test_mistakes_in_specs_are_told_at_once(write, tmp_path, workers):
     for specs, said in [
         (
             ["gsm9k"],
-            "--reward gsm9k: not known; give gsm8k, math, countdown, format, length or path/file",
+            "--reward gsm9k: not known; give gsm8k, math, countdown, format, length, overlong or path/file",
         ),
         ([good], "not known"),
         ([f"{tmp_path}/none.py:f"], "none.py:f.*No such file"),

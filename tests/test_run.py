@@ -112,25 +112,35 @@ def test_without_vllm_and_torchrun_and_a_finished_run_says_so(tmp_path):
     again = plain("--max_steps", 2, cwd=tmp_path)
     assert again.returncode == 0 and "finished run" in again.stdout and "→" in again.stdout
     assert (run / "metrics.jsonl").read_bytes() == before
-    other = plain("--max_steps", 1, cwd=tmp_path)  # another command: its own folder
+    other = plain("--max_steps", 1, "--reward", "gsm8k", "overlong", cwd=tmp_path)  # another command: its own folder
     assert other.returncode == 0 and len(list((tmp_path / "runs").iterdir())) == 2
     fresh = plain("--max_steps", 2, "--fresh", cwd=tmp_path)
     assert fresh.returncode == 0 and "done: accuracy" in fresh.stdout
 
 
-def test_a_prompt_file_and_a_reward_file_written_for_trl(tmp_path):
+def test_prompt_files_and_a_reward_file_written_for_trl(tmp_path):
     (tmp_path / "reward.py").write_text(
-        "def short(prompts, completions, completion_ids, level, trainer_state=None, log_metric=None, **kwargs):\n"
+        "def short(prompts, completions, completion_ids, level, hint, trainer_state=None, log_metric=None, **kwargs):\n"
+        "    assert hint == [None if p[0] in '012' else 'h' for p in prompts]\n"
         "    assert len(prompts) == len(completions) == len(completion_ids) == len(level) == 4\n"
         "    return [len(c) / 10 + l for c, l in zip(completions, level)]\n")
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1=", "level": i}) + "\n" for i in range(5)))
-    done = plain("--data", "p.jsonl", "--reward", "reward.py:short", "--prompts_per_step", 3, "--num_generations", 4,
-                 "--max_steps", 2, "--out", "run", cwd=tmp_path)
+    lines = [json.dumps({"prompt": f"{i}+1=", "level": i} | ({"hint": "h"} if i > 2 else {})) + "\n" for i in range(5)]
+    (tmp_path / "p.jsonl").write_text("".join(lines[:3]))
+    (tmp_path / "q.jsonl").write_text("".join(lines[3:]))
+    done = plain("--data", "p.jsonl", "q.jsonl", "--reward", "reward.py:short", "overlong", "--prompts_per_step", 3,
+                 "--num_generations", 4, "--max_steps", 2, "--stop", "nowhere", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    for line in (tmp_path / "run" / "rollouts" / "step_1.jsonl").read_text().splitlines():
-        r = json.loads(line)
-        assert r["reward"] == pytest.approx(len(r["completion"]) / 10 + int(r["prompt"][0]))
-    assert len(rows(tmp_path / "run")) == 3 and rows(tmp_path / "run")[0]["eval/accuracy"] is None
+    [run] = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("tiny-p+q-")
+    seen = [json.loads(line) for step in range(2) for line in (run / f"rollouts/step_{step}.jsonl").read_text().splitlines()]
+    for r in seen:
+        assert r["parts"]["short"] == pytest.approx(len(r["completion"]) / 10 + int(r["prompt"][0]))
+        assert r["parts"]["overlong"] == -(len(r["completion_ids"]) == 4)  # of 3 tokens: 4/5 of 4 are more
+        assert "1" not in r["completion"][:-1]  # the stop string
+        assert r["truncated"] == (r["completion_ids"][-1] not in (1, 12)) and r["truncated"] <= (len(r["completion_ids"]) == 4)
+    assert any(r["completion_ids"][-1] == 1 for r in seen)
+    assert {r["prompt"] for r in seen} == {f"{i}+1=" for i in range(5)}
+    assert len(rows(run)) == 3 and rows(run)[0]["eval/accuracy"] is None
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -170,7 +180,10 @@ def test_whole_loop_of_other_families_and_files_with_the_real_engine(tmp_path, f
     write_checkpoint(model, family, scale=3.0, vocab_size=320)
     write_tokenizer(model)
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_data))
-    done = torchrun(2, ROOT / "minigrpo.py", "--colocate", "--model", model, "--data", tmp_path / "data.jsonl",
+    turns = [[{"role": "user", "content": f"What is {i} + 1?"}, {"role": "assistant", "content": f"{i + 1}, I think."},
+              {"role": "user", "content": "Are you sure?"}] for i in range(9)]
+    (tmp_path / "turns.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": "1"}) + "\n" for p in turns))
+    done = torchrun(2, ROOT / "minigrpo.py", "--colocate", "--model", model, "--data", tmp_path / "data.jsonl", tmp_path / "turns.jsonl",
                     "--reward", reward, "format", "length", "--reward_weights", 1, 0.1, 0.1, "--max_steps", 2,
                     "--prompts_per_step", 3, "--num_generations", 4, "--max_completion_length", 24,
                     "--max_prompt_length", 200, "--system_prompt", "Think first.", "--out", tmp_path / "run",
@@ -179,6 +192,12 @@ def test_whole_loop_of_other_families_and_files_with_the_real_engine(tmp_path, f
     metrics = rows(tmp_path / "run")
     assert len(metrics) == 3 and max(row["logprob_gap/mean"] for row in metrics[:-1]) < 1e-5
     assert metrics[-1]["eval/accuracy"] is not None
-    first = json.loads((tmp_path / "run" / "rollouts" / "step_0.jsonl").read_text().splitlines()[0])
-    assert [m["role"] for m in first["prompt"]] == ["system", "user"] and set(first["parts"]) == {reward, "format", "length"}
+    made = [json.loads(line) for step in range(2) for line in (tmp_path / f"run/rollouts/step_{step}.jsonl").read_text().splitlines()]
+    assert {tuple(m["role"] for m in r["prompt"]) for r in made} == {
+        ("system", "user"), ("system", "user", "assistant", "user")}
+    theirs = transformers.AutoTokenizer.from_pretrained(model)
+    for r in made:
+        assert set(r["parts"]) == {reward, "format", "length"}
+        assert r["prompt_ids"] == theirs.apply_chat_template(r["prompt"], add_generation_prompt=True, return_dict=False)
+        assert r["prompt"][1:] in turns or len(r["prompt"]) == 2
     assert (tmp_path / "run" / "latest" / "config.json").read_bytes() == (model / "config.json").read_bytes()

@@ -128,7 +128,7 @@ def test_evaluation_uses_its_own_temperature_length_and_seeds():
         world.parts = [[[0.0] * 4] * 5]
         evaluate(engine, held_out, TOKENIZER, FakeScorer(lambda p: p == 1), c, world)
         [(prompts, own, arguments)] = engine.asked
-        assert arguments == {"max_tokens": 50, "temperature": 0.6, "eos_token_ids": [9]}
+        assert arguments == {"max_tokens": 50, "temperature": 0.6, "eos_token_ids": [9], "stop": ()}
         seeds, values = seeds + own, values + world.value
     assert len({*seeds}) == 5 and values == [[1.0] * 4, [0.0, 1.0, 2.0, 3.0], *[[1.0] * 4] * 3]
     world.parts = [values[:2], values[2:]]

@@ -17,12 +17,13 @@ import pytest
 import ranks
 import torch
 from checkpoints import write_checkpoint, write_tokenizer
+from tokenizers import Tokenizer, decoders, models
 from torch._dynamo.utils import counters
 
 import minigrpo
 import model
 from checkpoint import Run
-from colocate import ColocatedEngine
+from colocate import ColocatedEngine, completes
 from data import sample_seed
 from minigrpo import Config, UserError, plan_memory
 from model import ModelConfig, Policy, balance, memory_plan, parameter_count
@@ -211,11 +212,12 @@ def test_update_balances_by_cost(monkeypatch):
 class FakeCore:
     """Requests end in an order of its own, and the outputs of a step come shuffled, or not at all. A token and its
     log-probability follow from prompt, seed and place. As in vLLM, scheduling runs a step ahead: when a request ends,
-    another token of its is in flight, and goes to whoever has its name when that step is looked at."""
+    another token of its is in flight, and goes to whoever has its name when that step is looked at. vLLM drops the one
+    of a request that was aborted; here it comes."""
 
     def __init__(self, wrong_at=None):
         self.running, self.steps, self.collecting, self.order, self.wrong_at = {}, 0, [], [], wrong_at
-        self.in_flight = []
+        self.in_flight, self.aborted, self.late = [], [], 0
 
     @staticmethod
     def completion(prompt, seed):
@@ -225,13 +227,20 @@ class FakeCore:
     def add_request(self, request):
         self.running[request.request_id] = request, 0
 
+    def abort_requests(self, names):
+        for name in names:
+            del self.running[name]  # KeyError for one that ended by itself
+        self.aborted += names
+        self.in_flight += names
+
     def get_output(self):
         self.steps += 1
         self.collecting.append(gc.isenabled())
         zero = torch.zeros(1, 1, dtype=torch.int64).numpy()
         late = types.SimpleNamespace(logprob_token_ids=zero + 999, logprobs=zero)
         outputs = [types.SimpleNamespace(request_id=name, new_token_ids=[999], new_logprobs=late, finish_reason=None)
-                   for name in self.in_flight if name in self.running]
+                   for name in self.in_flight if name in self.running or name in self.aborted]
+        self.late += len(outputs)
         self.in_flight, rng = [], random.Random(self.steps)
         for name, (request, t) in list(self.running.items()) if self.steps % 3 else []:
             output = types.SimpleNamespace(request_id=name, new_token_ids=[], new_logprobs=None, finish_reason=None)
@@ -279,6 +288,48 @@ def test_decode_loop_gives_each_prompt_its_completions_in_order():
     assert len(finished) > 2 and core.order != sorted(core.order)  # they did end out of order
     assert engine.generate([], seeds=[], **ARGUMENTS) == []
     assert not any(core.collecting) and gc.isenabled()
+
+
+def test_decode_loop_ends_completions_at_stop_strings():
+    core, prompts, seeds = FakeCore(), [[1, 2], [3], [1, 2], [4, 4, 4]], [10, 20, 33, 47]
+    engine, text = engine_around(core), lambda ids, **_: ",".join(map(str, ids))
+    engine.tokenizer = types.SimpleNamespace(decode=text)
+    whole = engine.generate(prompts, seeds=seeds, **ARGUMENTS)
+    assert not core.aborted and core.steps > 5
+    ids = max((ids for group in whole for ids, _ in group), key=len)
+    for stop in (["1,", "3"], [text(ids[1:3])], [text(ids[-2:])], ["nowhere"]):
+        core.aborted.clear()  # before the next request is added, vLLM has forgotten them
+        expected, cut = [], 0
+        for ids, logps in (sample for group in whole for sample in group):
+            n = next((n for n in range(1, len(ids) + 1) if any(s in text(ids[:n]) for s in stop)), len(ids))
+            expected.append((ids[:n], logps[:n]))
+            cut += n < len(ids)
+        core.steps = 0
+        got = engine.generate(prompts, seeds=seeds, stop=stop, **ARGUMENTS)
+        assert [sample for group in got for sample in group] == expected
+        assert len(core.aborted) == cut and not core.running and gc.isenabled()
+    assert core.late > 0
+
+
+def test_stop_strings_are_found_in_the_text_with_the_token_that_completes_them(tmp_path):
+    write_tokenizer(tmp_path)
+    engine = engine_around(None)
+    engine.folder = tmp_path  # a tokenizer with a token for every byte
+
+    def end(text, *stop):
+        """How many tokens there are when the first string is complete."""
+        ids = engine.tokenizer.encode(text).ids
+        return next((n for n in range(1, len(ids) + 1) if completes(engine.tokenizer, ids[:n], stop)), None)
+
+    assert end("x" * 50 + "</answer>y</answer>", "</answer>") == 59
+    assert end("<answer>4</answer", "</answer>") is None
+    assert end("a\n\nb", "\n\n", "b") == 3 and end("ab", "\n\n", "b") == 2
+    assert end("x" * 9 + "é" * 30, "é" * 30) == 9 + 60  # each of two bytes
+    assert end("xé", "\u00e8", "é") == 3  # not with the first byte, which they share
+    assert end("x<|im_end|>y", "<|im_end|>") == 2 and end("x<|im_end|>y", "d|>y") == 3
+    words = Tokenizer(models.WordLevel({"\u2581a": 0, "b": 1}))
+    words.decoder = decoders.Metaspace()  # takes the space from the first of the tokens that it is given
+    assert [completes(words, ids, [" "]) for ids in ([0], [0, 1], [0, 1, 0])] == [False, False, True]
 
 
 def test_decode_loop_refuses_the_log_probability_of_another_token():

@@ -121,6 +121,7 @@ def test_sigterm_saves_and_ends_all_ranks(start, tmp_path):
 
 # Prompts of each trainer in each round: token ids; the seed of a prompt is 100 times its first token.
 SHARES = [([[1, 1], [2]], [[3, 3, 3]]), ([], [[4], [5], [6, 7]]), ([[8]], []), ([], [])]
+STOP = ["</answer>", "é"]
 
 
 def weights_of(version: int) -> dict[str, torch.Tensor]:
@@ -174,7 +175,7 @@ def worker(what: str, out: str) -> None:
         engine.wake(weights_of(version).items(), version)
         die_at("awake")
         prompts = shares[world.rank]
-        got.append(engine.generate(prompts, n=2, seeds=[100 * p[0] for p in prompts], max_tokens=9))
+        got.append(engine.generate(prompts, n=2, seeds=[100 * p[0] for p in prompts], max_tokens=9, stop=STOP))
         engine.sleep()
     torch.save({"got": got, "version": engine.weight_version}, Path(out, f"trainer{world.rank}.pt"))
     world.gather(None)
@@ -216,7 +217,7 @@ def test_completions_and_weights_arrive_where_they_belong(tmp_path, trainers):
     engine = torch.load(tmp_path / "engine.pt")
     assert engine["arguments"] == {"folder": "F", "max_num_seqs": 3, "sleeps": False}
     together = [[p for part in shares[:trainers] for p in part] for shares in SHARES]  # one batch a round
-    assert engine["batches"] == [(ps, 2, [100 * p[0] for p in ps], {"max_tokens": 9}) for ps in together]
+    assert engine["batches"] == [(ps, 2, [100 * p[0] for p in ps], {"max_tokens": 9, "stop": STOP}) for ps in together]
     assert [version for version, _ in engine["wakes"]] == [0, 1, 2, 3]
     for version, pairs in engine["wakes"]:
         for (name, tensor), (wanted_name, want) in zip(pairs, weights_of(version).items(), strict=True):
