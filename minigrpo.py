@@ -481,6 +481,7 @@ class Rollout:
     completion: str
     truncated: bool
     weight_version: int  # updates that the weights which produced it had seen
+    seed: int  # with these weights it draws this completion of prompt_ids again
     reward: float | None = None
     parts: dict | None = None  # reward of each function
     advantage: float = 0.0
@@ -495,14 +496,15 @@ class Rollout:
 def generate_rollouts(engine, prompts: list[tuple[int, Prompt]], step: int, tokenizer: Tokenizer,
                       c: Config) -> list[Rollout]:
     """num_generations completions for each (slot, prompt) of this rank."""
+    seeds = [sample_seed(c.seed, step, 0, slot) for slot, _ in prompts]
     groups = engine.generate(
         [p.token_ids for _, p in prompts], n=c.num_generations, max_tokens=c.max_completion_length,
-        temperature=c.temperature, seeds=[sample_seed(c.seed, step, 0, slot) for slot, _ in prompts],
-        eos_token_ids=tokenizer.eos_token_ids)
+        temperature=c.temperature, seeds=seeds, eos_token_ids=tokenizer.eos_token_ids)
     return [Rollout(slot=slot * c.num_generations + i, prompt=prompt.prompt, prompt_ids=prompt.token_ids,
-                    completion_ids=ids, sampler_logps=logps, completion=tokenizer.decode(ids),
+                    completion_ids=ids, sampler_logps=logps, completion=tokenizer.decode(ids), seed=seed + i,
                     truncated=ids[-1] not in tokenizer.eos_token_ids, weight_version=engine.weight_version)
-            for (slot, prompt), group in zip(prompts, groups) for i, (ids, logps) in enumerate(group)]
+            for (slot, prompt), seed, group in zip(prompts, seeds, groups)
+            for i, (ids, logps) in enumerate(group)]
 
 
 def score_rollouts(rollouts: list[Rollout], prompts: list[tuple[int, Prompt]], scorer: Scorer,

@@ -122,7 +122,7 @@ def rollout(slot=0, prompt=(3, 4), completion=(5, 6, EOS), logps=None, truncated
     logps = [-3.0] * len(completion) if logps is None else logps
     return Rollout(slot=slot, prompt="", prompt_ids=list(prompt), completion_ids=list(completion),
                    sampler_logps=list(logps), completion="", truncated=truncated, weight_version=0,
-                   reward=reward, advantage=advantage)
+                   seed=0, reward=reward, advantage=advantage)
 
 
 def ragged_rollouts() -> list[Rollout]:

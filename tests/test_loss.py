@@ -345,6 +345,7 @@ def test_rollouts_take_ids_as_sampled():
     assert [r.truncated for r in made] == [False, True, False, True]
     assert [r.slot for r in made] == [8, 9, 18, 19] and {r.weight_version for r in made} == {7}
     assert [r.prompt_ids for r in made] == [[3], [3], [3, 3], [3, 3]] and made[1].completion == "1 5 6"
+    assert [r.seed for r in made] == [sample_seed(11, 5, 0, slot) + i for slot in (4, 9) for i in (0, 1)]
     assert engine.prompts == [[3], [3, 3]]
     assert engine.options == dict(n=2, max_tokens=3, temperature=0.6, eos_token_ids=[1, 2],
                                   seeds=[sample_seed(11, 5, 0, 4), sample_seed(11, 5, 0, 9)])

@@ -15,6 +15,7 @@ from test_colocate import torchrun
 
 from data import Tokenizer, load_prompts
 from checkpoint import METRICS
+from model import Policy, sample
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -131,6 +132,22 @@ def test_a_prompt_file_and_a_reward_file_written_for_trl(tmp_path):
         r = json.loads(line)
         assert r["reward"] == pytest.approx(len(r["completion"]) / 10 + int(r["prompt"][0]))
     assert len(rows(tmp_path / "run")) == 3 and rows(tmp_path / "run")[0]["eval/accuracy"] is None
+
+
+def test_a_recorded_sample_is_drawn_again_from_its_seed(tmp_path):
+    done = plain("--max_steps", 2, "--prompts_per_step", 4, "--num_generations", 4, "--eval_steps", 0, "--save_steps", 1,
+                 "--out", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    drawn = set()
+    for step, weights in enumerate(("tiny", "step_1")):
+        policy = Policy.from_folder(tmp_path / "run" / weights)
+        for line in (tmp_path / f"run/rollouts/step_{step}.jsonl").read_text().splitlines():
+            r = json.loads(line)
+            [(ids, logps)] = sample(policy, [r["prompt_ids"]], 4, 1.0, [r["seed"]], [12])
+            assert ids == r["completion_ids"] and logps == pytest.approx(r["sampler_logps"], abs=1e-5)
+            drawn.add(r["seed"])
+    assert len(drawn) == 2 * 4 * 4  # each its own, of 62 bits
+    assert 2**60 < max(drawn) < 2**62
 
 
 @pytest.mark.parametrize("flags, words", [
