@@ -70,7 +70,7 @@ class Health:
         if self.skipped >= self.c.max_skipped:
             raise UserError(f"{self.skipped} updates in a row had gradients or log-probabilities that are "
                             "not finite: lower --learning_rate")
-        off = usual is not None and gap > max(0.05, 3 * usual)
+        off = usual is not None and gap > max(0.05, 3 * usual) and not self.c.replay  # there it has to grow
         self.suspicious = self.suspicious + 1 if off else 0
         if off:
             differ = f"sampler and trainer differ by {gap:.3f} in log-probability, at first by {usual:.3f}"
@@ -267,6 +267,58 @@ class Run:
                 discard(self.folder / f"step_{old}")
 
 
+class RecordedEngine:
+    """In the engine's place: the completions that an earlier run recorded, found by seed and prompt. run: its
+    folder. `generate` raises UserError where they are not there."""
+
+    given_back = 0
+
+    def __init__(self, run: Path):
+        self.run, self.weight_version = run, None
+
+    def wake(self, named_weights, version: int) -> None:
+        self.weight_version = version
+
+    def generate(self, prompts: list[list[int]], *, n: int, seeds: list[int], **ignored) -> list:
+        path, found, number = self.run / f"rollouts/step_{self.weight_version}.jsonl", {}, 0
+        try:
+            for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+                r = json.loads(line)
+                ids, logps = found[r["seed"], *r["prompt_ids"]] = r["completion_ids"], r["sampler_logps"]
+                if len(ids) != len(logps) or {*map(type, ids)} != {int} or {*map(type, logps)} != {float}:
+                    raise ValueError("no completion")
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise UserError(f"{path}, line {number}, is damaged ({error!r}): record that run again") from None
+        try:
+            return [[found[seed + i, *prompt] for i in range(n)] for prompt, seed in zip(prompts, seeds)]
+        except KeyError:
+            raise UserError(f"{path} has completions of other prompts: give all options that make prompts as "
+                            f"they are in {self.run / 'config.json'}, and the same data") from None
+
+    def sleep(self) -> None:
+        """Nothing to give back."""
+
+    close = sleep
+
+
+def recorded_steps(c) -> int:
+    """How many updates --replay has rollouts for, at most max_steps. Raises UserError where they are of other
+    prompts or another sampler than this run would have, and where one is missing."""
+    run, own_name = Path(c.replay), lambda v: Path(v).name if isinstance(v, str) else v  # folders move
+    old = read_object(run / "config.json", "give the folder of a run to --replay")
+    for key in ("model", "data", "seed", "prompts_per_step", "num_generations", "temperature"):
+        if own_name(old.get(key)) != own_name(new := getattr(c, key)):
+            raise UserError(f"--{key} {new}: {run} was recorded with {old.get(key)}: give the same")
+    if c.out and Path(c.out).resolve() == run.resolve():
+        raise UserError(f"--replay {run} would be written over: give another --out")
+    steps = min(c.max_steps, 1 + max([0, *map(number_of, run.glob("rollouts/step_*.jsonl"))]))
+    for step in range(steps):
+        if not (run / f"rollouts/step_{step}.jsonl").exists():
+            raise UserError(f"{run} keeps no rollouts of step {step}: record with --save_rollouts N, for all "
+                            "N steps of a run")
+    return steps
+
+
 def step_metrics(rollouts: list, scores, sums: dict, policy, world, seconds: dict) -> dict:
     """What one step adds to its row of metrics.jsonl. scores: the rewards [groups, G], NaN where there is
     none. sums: what `update` returns, over all ranks. seconds: the row so far."""
@@ -302,14 +354,14 @@ def number_of(path: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def read_object(path: Path) -> dict:
+def read_object(path: Path, advice: str = "--fresh starts anew") -> dict:
     try:
         if isinstance(value := json.loads(path.read_text()), dict):
             return value
         error = "not an object"
     except (OSError, ValueError, RecursionError) as caught:
         error = caught
-    raise UserError(f"{path} is damaged ({error}): --fresh starts anew")
+    raise UserError(f"{path} is damaged ({error}): {advice}")
 
 
 def shards(folder: Path, parameters: list) -> list[tuple[Path, int, int]]:

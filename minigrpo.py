@@ -4,6 +4,7 @@
     torchrun --nproc_per_node=8 minigrpo.py --colocate --model Qwen2.5-1.5B-Instruct --data gsm8k.jsonl
     torchrun --nproc_per_node=8 minigrpo.py --split                  # 7 train, 1 generates: for comparison
     python minigrpo.py                                               # no vLLM: the policy samples for itself
+    python minigrpo.py --replay runs/a                               # nobody samples: what a run recorded
 
 One step: wake the engine and push every weight into it, generate a group of completions for each prompt, put
 the engine to sleep, score, turn rewards into advantages inside each group, update, record.
@@ -42,7 +43,7 @@ import checkpoint
 import data
 import model
 import rewards
-from checkpoint import Health, Run, step_metrics
+from checkpoint import Health, RecordedEngine, Run, step_metrics
 from colocate import ColocatedEngine, Link, RemoteEngine
 from data import Prompt, PromptSet, Tokenizer, UserError, load_prompts, prompt_indices, sample_seed
 from model import (
@@ -82,6 +83,7 @@ class Config:
     # rollouts
     colocate: bool = option(False, "a vLLM engine on every rank; without, the policy samples for itself")
     split: bool = option(False, "the last rank only generates, the others only train; to compare with")
+    replay: str = option("", "a run's folder: trains on its rollouts; no engine, no evaluation")
     prompts_per_step: int = option(16, "prompts a step, over all ranks")
     num_generations: int = option(8, "completions a prompt: the group that a completion is compared with",
                                   low=2, use="8 or more: completions of a prompt are compared")
@@ -177,8 +179,8 @@ def check(c: Config) -> None:
         raise UserError(f"--epsilon_high {c.epsilon_high} is the cap of cispo's weights: use e.g. 5")
     if 0 < c.delta <= 1 + (c.epsilon_high or c.epsilon):
         raise UserError(f"--delta {c.delta}: use more than 1 + epsilon_high, e.g. 2, or 0 for none")
-    if c.colocate and c.split:
-        raise UserError("--colocate and --split exclude each other: use --colocate, the faster one")
+    if c.colocate + c.split + bool(c.replay) > 1:
+        raise UserError("--colocate, --split and --replay exclude each other: use one, --colocate to train")
     if (c.colocate or c.split) and "RANK" not in os.environ:
         raise UserError(f"{'--split' if c.split else '--colocate'} runs under torchrun: torchrun "
                         f"--nproc_per_node={1 + c.split} {' '.join(sys.argv)}")
@@ -677,6 +679,9 @@ def load(c: Config, folder: Path, weights: Path,
                         f"{config.vocab_size} of config.json: they are of different models")
     if c.max_steps == -1:
         c.max_steps = math.ceil(c.num_train_epochs * len(prompts.train) / c.prompts_per_step)
+    if c.replay:
+        c.max_steps, held_out = checkpoint.recorded_steps(c), []
+        prompts.notes.append(f"replays {c.max_steps} steps of {c.replay}; no engine, no evaluation")
     dtype = {"auto": torch.bfloat16 if world.cuda else torch.float32}.get(c.dtype) or getattr(torch, c.dtype)
     if world.cuda and (c.colocate or c.split):
         prompts.notes.append(plan_memory(c, config, dtype.itemsize, world.size, world.card)[0])
@@ -716,7 +721,7 @@ def plan_memory(c: Config, m: ModelConfig, size: int, ranks: int, card: int) -> 
 
 def build_engine(c: Config, folder: Path, policy: Policy, world: World):
     if not (c.colocate or c.split):
-        return PolicySampler(policy)
+        return RecordedEngine(Path(c.replay)) if c.replay else PolicySampler(policy)
     dtype, ranks = policy.model.norm.weight.dtype, 1 if c.split else world.size
     arguments = dict(
         folder=folder, dtype=dtype, max_model_len=c.max_prompt_length + c.max_completion_length,
