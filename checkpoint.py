@@ -18,6 +18,7 @@
 import dataclasses
 import fcntl
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -104,6 +105,9 @@ class Run:
 
     def find(self) -> dict:
         """Takes the folder for this process; what its last checkpoint says, {"step": 0} without one."""
+        for package in self.c.report_to:  # a folder of that name is found too, and has no origin
+            if not getattr(importlib.util.find_spec(package), "origin", None):
+                raise UserError(f"--report_to {package} needs a package: pip install {package}")
         lock = self.folder / "lock"
         try:
             names = ("config.json", "metrics.jsonl", "rollouts", "step_*", "latest")
@@ -148,6 +152,7 @@ class Run:
         try:
             if self.writes:
                 self.cut_back(self.state["step"])
+                self.report = Report(self.c.report_to, self.folder, self.state["step"], self.options)
         except OSError as error:
             raise UserError(f"{self.folder}: {error}: give another --out") from None
 
@@ -164,6 +169,8 @@ class Run:
         (self.folder / "rollouts").mkdir(exist_ok=True)
         if self.c.fresh:
             self.latest.unlink(missing_ok=True)
+            (self.folder / "wandb_id").unlink(missing_ok=True)
+            shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)
         for path in self.folder.glob("step_*/"):
             if path.name.endswith((".partial", ".partial-old")) or number_of(path) > step:
                 shutil.rmtree(path)
@@ -197,7 +204,9 @@ class Run:
             writing.result()  # a full disk is an error of this step
         with open(self.folder / "metrics.jsonl", "a") as file:
             number = lambda v: v if v is None or math.isfinite(v) else None  # JSON has no NaN
-            file.write(json.dumps({key: number(row.get(key)) for key in METRICS}) + "\n")
+            row = {key: number(row.get(key)) for key in METRICS}
+            file.write(json.dumps(row) + "\n")
+        self.report(row)
 
     def write_rollouts(self, step: int, rollouts: list) -> None:
         """Begins to write rollouts/step_N.jsonl, beside what follows: the update leaves the CPU idle. Of the
@@ -227,6 +236,11 @@ class Run:
               f"  generate {row['time/generate']:.2f}s  update {row['time/update']:.2f}s"
               f"  handoff {row['time/wake'] + row['time/sleep']:.2f}s"
               f"  {done / total:.0%}, {left // 60:.0f}m{left % 60:02.0f}s left", flush=True)
+
+    def close(self) -> None:
+        """Before a process ends without asking anybody."""
+        if self.writes and self.report.online:
+            self.report.online.finish()
 
     def size(self, optimizer) -> int:
         """Bytes of a checkpoint: the weights, and three numbers a parameter in the optimizer's precision."""
@@ -265,6 +279,35 @@ class Run:
             self.point_to(step)
             for old in self.steps()[:-self.c.save_total_limit]:
                 discard(self.folder / f"step_{old}")
+
+
+class Report:
+    """Hands rows of metrics to TensorBoard and Weights & Biases, where asked for. step: of the next row; what
+    an interrupted run has shown from there on does not appear twice."""
+
+    def __init__(self, names: list[str], folder: Path, step: int, options: dict):
+        self.board = self.online = None
+        if "tensorboard" in names:
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+        if "wandb" in names:
+            import wandb
+            if not (mark := folder / "wandb_id").exists():
+                rewrite(mark, os.urandom(8).hex().encode())
+            try:
+                self.online = wandb.init(project="minigrpo", name=folder.name, id=mark.read_text(),
+                                         resume="allow", dir=str(folder), config=options)
+            except wandb.Error as error:
+                raise UserError(f"--report_to wandb: {error}") from None
+
+    def __call__(self, row: dict) -> None:
+        values = {key: value for key, value in row.items() if value is not None}
+        if self.board:
+            for key, value in values.items():
+                self.board.add_scalar(key, value, row["step"])
+            self.board.flush()  # the process may be killed
+        if self.online and row["step"] >= self.online.step:
+            self.online.log(values, step=row["step"])
 
 
 class RecordedEngine:

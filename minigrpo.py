@@ -137,6 +137,8 @@ class Config:
     timeout_minutes: float = option(30.0, "give up, naming the rank, when one is so much later than another")
     max_skipped: int = option(10, "give up after so many updates in a row whose gradient is not finite")
     save_rollouts: int = option(10, "keep the completions of the last so many steps", low=0)
+    report_to: list[str] = option((), "where metrics go too; needs the package of that name",
+                                  choices=("tensorboard", "wandb"))
     seed: int = option(0, "of the order of prompts and of every sample", low=-2**31)
     out: str = option("", "run folder (default: runs/<model>-<data>-<hash of the options>)")
     fresh: bool = option(False, "start anew where the run folder holds an earlier run")
@@ -820,6 +822,7 @@ def train(c: Config, world: World) -> None:
                  finished=True, data=prompts.fingerprint)
         say(f"done: {result}")
     world.gather(None)  # nobody ends the engine, and with it the process group, while another still needs it
+    run.close()
     scorer.close()
     engine.close()
 
@@ -833,7 +836,7 @@ def parse(arguments: list[str]) -> Config:
         if kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
         elif kind in (list[str], list[float]):
-            how = {"nargs": "+", "type": kind.__args__[0]}
+            how = {"nargs": "+", "type": kind.__args__[0], "choices": meta.get("choices")}
         else:
             how = {"type": kind, "choices": meta.get("choices")}
         parser.add_argument(f"--{field.name}", default=field.default, help=meta["help"], **how)

@@ -45,7 +45,7 @@ from safetensors.torch import load_file, save_file
 @dataclass
 class Options:
     model: str = "model"; data: str = "sums"; out: str = "run"; fresh: bool = False
-    save_rollouts: int = 2; save_total_limit: int = 1; learning_rate: float = 0.1
+    report_to: tuple = (); save_rollouts: int = 2; save_total_limit: int = 1; learning_rate: float = 0.1
 weight = torch.arange(64.0)
 adam = {"master": weight, "exp_avg": weight * 0, "exp_avg_sq": weight * 0, "step": torch.tensor(3.0)}
 optimizer = Bag(weights=weight, master=weight, save=lambda folder: save_file(adam, folder / "00000.safetensors"))
