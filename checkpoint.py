@@ -222,8 +222,8 @@ class Run:
                 file.write(json.dumps(vars(rollout), ensure_ascii=False) + "\n")
         (folder / f"step_{step - self.c.save_rollouts}.jsonl").unlink(missing_ok=True)
 
-    def print_line(self, row: dict) -> None:
-        """One line a step, for a person."""
+    def print_line(self, row: dict, rollouts: list = ()) -> None:
+        """One line a step, for a person, and log_completions of the completions, spread over the prompts."""
         if not self.writes:
             return
         total, done = self.c.max_steps, row["step"] + 1
@@ -236,6 +236,12 @@ class Run:
               f"  generate {row['time/generate']:.2f}s  update {row['time/update']:.2f}s"
               f"  handoff {row['time/wake'] + row['time/sleep']:.2f}s"
               f"  {done / total:.0%}, {left // 60:.0f}m{left % 60:02.0f}s left", flush=True)
+        shown = min(self.c.log_completions, len(rollouts))
+        for r in [rollouts[i * len(rollouts) // shown] for i in range(shown)]:
+            prompt, text = r.prompt if type(r.prompt) is str else r.prompt[-1]["content"], r.completion
+            # As literals: a terminal would obey some of the characters.
+            print(f"  {'…' * (len(prompt) > 80)}{prompt[-80:]!r} → {text[:240]!r}{'…' * (len(text) > 240)}"
+                  f"  reward {r.reward}  advantage {r.advantage:.3f}", flush=True)
 
     def close(self) -> None:
         """Before a process ends without asking anybody."""

@@ -137,6 +137,7 @@ class Config:
     timeout_minutes: float = option(30.0, "give up, naming the rank, when one is so much later than another")
     max_skipped: int = option(10, "give up after so many updates in a row whose gradient is not finite")
     save_rollouts: int = option(10, "keep the completions of the last so many steps", low=0)
+    log_completions: int = option(0, "how many to print a step; TRL's is a switch, ours a number", low=0)
     report_to: list[str] = option((), "where metrics go too; needs the package of that name",
                                   choices=("tensorboard", "wandb"))
     seed: int = option(0, "of the order of prompts and of every sample", low=-2**31)
@@ -806,7 +807,7 @@ def train(c: Config, world: World) -> None:
         row |= {"learning_rate": rate, "time/step": world.now() - began}                        # 7. record
         row |= step_metrics(rollouts, scores, sums, policy, world, row)
         run.record(row)
-        run.print_line(row)
+        run.print_line(row, rollouts)
         health.check(row, rollouts)
         stopped = any(world.gather(stop.wanted))  # a signal may have reached one rank only
         if stopped or ((step + 1) % c.save_steps == 0 and step + 1 < c.max_steps):

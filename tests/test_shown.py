@@ -1,4 +1,4 @@
-"""What a run shows beside its folder: metrics in TensorBoard and Weights & Biases."""
+"""What a run shows beside its folder: completions on the console, metrics in TensorBoard and Weights & Biases."""
 
 import json
 import os
@@ -8,10 +8,15 @@ import types
 from pathlib import Path
 
 import pytest
+import ranks
 
-from checkpoint import Report
+from checkpoint import Report, Run, UserError
+from minigrpo import Config
 
 ROOT = Path(__file__).resolve().parent.parent
+ROW = {"step": 4, "reward": None, "time/step": 1.0, "completions/mean_length": 2.0, "logprob_gap/mean": 0.0,
+       "time/generate": 0.0, "time/update": 0.0, "time/wake": 0.0, "time/sleep": 0.0}
+
 # Packages that write down what is called. wandb: the history, of which the server keeps all but what is unfinished.
 WANDB = """
 import json, os, pathlib
@@ -118,3 +123,51 @@ def test_real_tensorboard_shows_each_step_once(tmp_path):
     shown = [(e.step, e.value) for e in events.Scalars("reward")]
     assert shown == [(0, 0), (1, 0.125), (2, 2.25), (3, 2.375), (4, 2.5), (5, 2.625)]
     assert events.Tags()["scalars"] == ["step", "reward"]
+
+
+# ---- Completions on the console ----------------------------------------------------------------------------
+
+def printed(capsys, rollouts, rank=0, **options) -> list[str]:
+    run = types.SimpleNamespace(c=Config(max_steps=10, **options), writes=rank == 0, recent=[])
+    Run.print_line(run, ROW, rollouts)
+    return capsys.readouterr().out.splitlines()
+
+
+def completion(i, **changes):
+    rollout = ranks.rollout(i, reward=float(i), advantage=i / 2)
+    rollout.prompt, rollout.completion = f"prompt {i}", f"answer {i}"
+    return types.SimpleNamespace(**{**vars(rollout), **changes})
+
+
+def test_completions_are_printed_from_over_the_prompts(capsys):
+    batch = [completion(i) for i in range(8)]
+    assert len(printed(capsys, batch)) == 1 and printed(capsys, batch, rank=1, log_completions=2) == []
+    assert printed(capsys, batch, log_completions=2)[1:] == [
+        "  'prompt 0' → 'answer 0'  reward 0.0  advantage 0.000", "  'prompt 4' → 'answer 4'  reward 4.0  advantage 2.000"]
+    assert len(printed(capsys, batch, log_completions=20)) == 9  # there are no more
+
+
+def test_what_a_model_wrote_does_not_reach_the_terminal_as_it_is(capsys):
+    [_, line] = printed(capsys, [completion(0, prompt="p" * 500 + "\x1b[2J", completion="\x1b]0;x\x07\r\n\u202e\x9b\ud83d" * 99,
+                                            reward=None)], log_completions=1)
+    assert line.isprintable() and "\\x1b[2J" in line and "\\x07\\r\\n\\u202e\\x9b\\ud83d" in line and "reward None" in line
+    assert line.startswith("  …'ppp") and "'…  reward" in line
+    [_, line] = printed(capsys, [completion(0, prompt="p" * 900, completion="c" * 900)], log_completions=1)
+    assert line.count("p") == 80 and line.count("c") == 240
+
+
+def test_the_last_message_is_the_prompt(capsys):
+    prompt = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1?"}]
+    [_, line] = printed(capsys, [completion(0, prompt=prompt)], log_completions=1)
+    assert line.startswith("  '1+1?' → 'answer 0'")
+
+
+def test_the_whole_program_prints_them(tmp_path):
+    done = run(tmp_path / "run", "--max_steps", 2, "--log_completions", 3)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stdout.splitlines() if " → " in line and "advantage" in line]
+    batch = [json.loads(line) for line in (tmp_path / "run/rollouts/step_0.jsonl").read_text().splitlines()]
+    assert len(lines) == 6 and lines[0] == (
+        f"  {batch[0]['prompt']!r} → {batch[0]['completion']!r}  reward {batch[0]['reward']}  "
+        f"advantage {batch[0]['advantage']:.3f}")
+    assert run(tmp_path / "run", "--log_completions", -1).returncode == 1
