@@ -197,11 +197,9 @@ class Run:
         sync(self.folder)
 
     def record(self, row: dict) -> None:
-        """Appends a row to metrics.jsonl, once the step's rollouts are written."""
+        """Appends a row to metrics.jsonl."""
         if not self.writes:
             return
-        for writing in self.writing:
-            writing.result()  # a full disk is an error of this step
         with open(self.folder / "metrics.jsonl", "a") as file:
             number = lambda v: v if v is None or math.isfinite(v) else None  # JSON has no NaN
             row = {key: number(row.get(key)) for key in METRICS}
@@ -209,10 +207,16 @@ class Run:
         self.report(row)
 
     def write_rollouts(self, step: int, rollouts: list) -> None:
-        """Begins to write rollouts/step_N.jsonl, beside what follows: the update leaves the CPU idle. Of the
-        steps the last save_rollouts are kept."""
+        """Begins to write rollouts/step_N.jsonl, beside what follows, once those of the step before are
+        written. Of the steps the last save_rollouts are kept."""
         if self.writes and self.c.save_rollouts:
+            self.wait()
             self.writing = [self.writer.submit(self._write_rollouts, step, rollouts)]
+
+    def wait(self) -> None:
+        """Until the rollouts are written. A disk that is full is an error of the run."""
+        for writing in self.writing:
+            writing.result()
 
     def _write_rollouts(self, step: int, rollouts: list) -> None:
         folder = self.folder / "rollouts"
@@ -265,6 +269,7 @@ class Run:
     def save(self, policy, optimizer, source: Path, step: int, **state) -> None:
         """Writes step_N, every rank its optimizer shard. Raises UserError where the disk lacks room."""
         folder, partial = self.folder / f"step_{step}", self.folder / f"step_{step}.partial"
+        self.wait()  # who continues from here does not write them again
         if self.writes:
             needed = self.size(optimizer)
             if (free := shutil.disk_usage(self.folder).free) < 1.1 * needed:

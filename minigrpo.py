@@ -4,7 +4,6 @@
     torchrun --nproc_per_node=8 minigrpo.py --colocate --model Qwen2.5-1.5B-Instruct --data gsm8k.jsonl
     torchrun --nproc_per_node=8 minigrpo.py --split                  # 7 train, 1 generates: for comparison
     python minigrpo.py                                               # no vLLM: the policy samples for itself
-    python minigrpo.py --replay runs/a                               # nobody samples: what a run recorded
 
 One step: wake the engine and push every weight into it, generate a group of completions for each prompt, put
 the engine to sleep, score, turn rewards into advantages inside each group, update, record.
@@ -490,6 +489,7 @@ class Rollout:
     reward: float | None = None
     parts: dict | None = None  # reward of each function
     advantage: float = 0.0
+    trainer_logps: list[float] | None = None  # of the policy before its update; None where it does not train
 
     def trained(self, mask_truncated: bool) -> list[bool]:
         """Which tokens train: none without reward or masked as truncated, and none with a broken log-prob."""
@@ -563,8 +563,9 @@ def divide(policy: Policy, rollouts: list[Rollout], c: Config, world: World) -> 
 
 def update(policy: Policy, optimizer: ShardedAdamW, rollouts: list[Rollout], learning_rate: float, c: Config,
            world: World) -> dict:
-    """num_iterations passes over the batch of all ranks, each in num_minibatches optimizer steps. Returns the
-    sums behind the metrics, over all ranks; the only other collectives are the optimizer's."""
+    """num_iterations passes over the batch of all ranks, each in num_minibatches optimizer steps.
+    Returns the sums behind the metrics, over all ranks; rank 0 fills in `trainer_logps` for all. The only
+    other collectives are the optimizer's."""
     groups = len(rollouts) // c.num_generations
     cuts = [m * groups // c.num_minibatches * c.num_generations for m in range(c.num_minibatches + 1)]
     steps = [divide(policy, rollouts[low:high], c, world) for low, high in itertools.pairwise(cuts)]
@@ -576,18 +577,26 @@ def update(policy: Policy, optimizer: ShardedAdamW, rollouts: list[Rollout], lea
         if c.beta:
             with optimizer.as_reference():
                 reference = everywhere()
-    sums, norms = [], []
+    sums, norms, seen = [], [], []
     for (batches, _), *logps in [*zip(steps, old, reference)] * c.num_iterations:
         optimizer.begin()
         for batch, old_logp, reference_logp in zip(batches, *logps):
-            loss, stats = micro_batch_loss(policy, *batch, old_logp, reference_logp, c)
+            loss, stats, logp = micro_batch_loss(policy, *batch, old_logp, reference_logp, c)
             loss.backward()
             sums.append(stats)
+            seen.append((batch[0], logp if old_logp is None else old_logp))
         norms.append(optimizer.step(learning_rate))
     for stats in sums[len(steps[0][0]):]:
         del stats["ratio_error_max"]  # it is to be 0 where nothing has moved yet
-    ranks = world.gather(add_up([{k: v.item() for k, v in stats.items()} for stats in sums]))
-    whole = {**dict.fromkeys(("loss", "tokens"), 0), **add_up(ranks)}
+    first = seen[:sum(len(batches) for batches, _ in steps)] if c.save_rollouts else []
+    mine = [(r.slot, len(r.completion_ids)) for batch, _ in first for r in batch]
+    logps = torch.cat([logp for _, logp in first]).cpu() if first else torch.empty(0)
+    ranks = world.gather((add_up([{k: v.item() for k, v in stats.items()} for stats in sums]), mine, logps))
+    by_slot = {r.slot: r for r in rollouts}
+    for _, places, logps in ranks if world.rank == 0 else ():  # it writes them down
+        for (slot, _), part in zip(places, logps.split([n for _, n in places])):
+            by_slot[slot].trainer_logps = part.tolist()
+    whole = {**dict.fromkeys(("loss", "tokens"), 0), **add_up([part for part, *_ in ranks])}
     return {**whole, "loss": whole["loss"] / len(norms), "grad_norm": sum(norms) / len(norms),
             "skipped": sum(not math.isfinite(norm) for norm in norms),
             "trained_lengths": [n for _, lengths in steps for n in lengths] * c.num_iterations,
@@ -607,7 +616,8 @@ def completion_logprobs(policy: Policy, rollouts: list[Rollout], c: Config):
 
 
 def micro_batch_loss(policy: Policy, rollouts, masks, weights, old_logp, reference_logp, c: Config):
-    """Loss and metric sums of one micro-batch. old_logp: None where the policy is the one that sampled."""
+    """Loss, sums for the metrics and log-probabilities, [T], of one micro-batch. old_logp: None where the
+    policy is the one that sampled."""
     logp, entropy = completion_logprobs(policy, rollouts, c)
     sampler_logp, advantage, weight = (
         upload(torch.tensor(values, dtype=logp.dtype), logp.device) for values in (
@@ -621,7 +631,7 @@ def micro_batch_loss(policy: Policy, rollouts, masks, weights, old_logp, referen
         loss_type=c.loss_type, epsilon=c.epsilon, epsilon_high=c.epsilon_high or c.epsilon, delta=c.delta,
         sequence=sequence, reference_logp=reference_logp, beta=c.beta,
         importance_cap=c.vllm_importance_sampling_clip_max if c.vllm_importance_sampling_correction else None)
-    return loss, {**stats, "entropy": torch.where(weight > 0, entropy, 0.0).sum()}
+    return loss, {**stats, "entropy": torch.where(weight > 0, entropy, 0.0).sum()}, logp.detach()
 
 
 def add_up(parts: list[dict]) -> dict:
@@ -798,12 +808,12 @@ def train(c: Config, world: World) -> None:
             world.meet("reward")  # before a collective, so that who is late is named
             rollouts = [r for part in world.gather(rollouts) for r in part]  # by slot: shares are contiguous
         scores = assign_advantages(rollouts, c)                                                 # 5. advantage
-        run.write_rollouts(step, rollouts)
         rate = learning_rate_at(step, c)
         with watch("update"):                                                                   # 6. update
             sums = update(policy, optimizer, rollouts, rate, c, world)
         if world.cuda:  # torch believes that it still has what the sleeping engine gave back
             row["memory/peak_gib"] = (torch.cuda.max_memory_allocated() - engine.given_back) / 2**30
+        run.write_rollouts(step, rollouts)
         row |= {"learning_rate": rate, "time/step": world.now() - began}                        # 7. record
         row |= step_metrics(rollouts, scores, sums, policy, world, row)
         run.record(row)

@@ -522,6 +522,41 @@ def test_the_reference_is_the_first_model_and_comes_back_out(checkpoint):
     assert sums["loss"] == pytest.approx(0.5 * kl / 6, rel=1e-9)
 
 
+@pytest.mark.parametrize("options", [
+    {}, {"micro_batch_tokens": 12}, {"num_iterations": 2, "num_minibatches": 2}, {"mask_truncated_completions": True}])
+def test_trainer_logps_are_those_before_the_update(checkpoint, options):
+    """Of every completion that trains, by transformers; None for the others. The update itself is large."""
+    folder, oracle = checkpoint
+    c = Config(num_generations=4, prompts_per_step=7, temperature=0.6, learning_rate=1e-2, max_completion_length=LONGEST,
+               **options)
+    batch, policy = ragged_rollouts(), Policy.from_folder(folder)
+    assign_advantages(batch, c)
+    sums = update(policy, ShardedAdamW(policy, c, World()), batch, 1e-2, c, World())
+    assert math.isfinite(sums["grad_norm"])
+    with torch.no_grad():
+        tables = (oracle(padded(batch)).logits / 0.6).log_softmax(-1)
+    for r, table in zip(batch, tables):
+        rows = table[len(r.prompt_ids) - 1:]
+        want = [row[t].item() for row, t in zip(rows, r.completion_ids)]
+        trains = any(r.trained(c.mask_truncated_completions))
+        assert r.trainer_logps == (pytest.approx(want, abs=2e-5) if trains else None)
+    assert 3 < sum(r.trainer_logps is None for r in batch) < len(batch)
+
+
+def test_trainer_logps_of_two_ranks_are_written_by_the_first_and_only_where_rollouts_are_kept(checkpoint):
+    one, two = ranks.results(1)[0]["trainer_logps"], [part["trainer_logps"] for part in ranks.results(2)]
+    assert [logps is None for logps in one] == [not any(r.trained(False)) for r in ragged_rollouts()]
+    assert [logps and pytest.approx(logps, abs=1e-5) for logps in one] == two[0]
+    assert two[1] == [None] * 28
+    calls, batch, policy = [], ragged_rollouts(), Policy.from_folder(checkpoint[0])
+    world, c = World(), Config(num_generations=4, save_rollouts=0)
+    world.gather = lambda value: (calls.append(value), [value])[1]
+    assign_advantages(batch, c)
+    update(policy, ShardedAdamW(policy, c, world), batch, 0.0, c, world)
+    [(_, places, logps)] = calls
+    assert places == [] and logps.numel() == 0 and {r.trainer_logps for r in batch} == {None}
+
+
 def test_leave_one_out_by_hand():
     """Each reward against the mean of the others: 1 - 1/3, 0 - 2/3 …; nothing is divided by a standard deviation."""
     scores = torch.tensor([[1.0, 0, 1, 0], [3, math.nan, 1, 2], [5, 5, 5, 5]], dtype=DOUBLE)
@@ -747,7 +782,8 @@ def test_more_ranks_than_prompts_give_the_same_run(runs, prompts, size):
         one, many = (rows_of(run / f"rollouts/step_{step}.jsonl") for run in (alone, shared))
         assert len(one) == len(many) == 6 * prompts
         for a, b in zip(one, many):
-            assert a.pop("sampler_logps") == pytest.approx(b.pop("sampler_logps"), abs=1e-5)
+            for key in ("sampler_logps", "trainer_logps"):
+                assert a.pop(key) == pytest.approx(b.pop(key), abs=1e-5)
             assert a == b
     one, many = (rows_of(run / "metrics.jsonl") for run in (alone, shared))
     assert len(one) == len(many) == 3

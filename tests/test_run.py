@@ -62,7 +62,8 @@ def test_rollouts_are_kept_for_the_last_steps(bare):
         a, b = r["prompt"].rstrip("=").split("+")
         numbers = re.findall(r"\d+", r["completion"])
         assert r["reward"] == bool(numbers and int(numbers[-1]) == int(a) + int(b))
-        assert len(r["completion_ids"]) == len(r["sampler_logps"])
+        assert len(r["completion_ids"]) == len(r["sampler_logps"]) == len(r["trainer_logps"])
+        assert max(abs(a - b) for a, b in zip(r["sampler_logps"], r["trainer_logps"])) < 1e-4
         assert r["truncated"] == (r["completion_ids"][-1] != 12) and r["weight_version"] == 199
 
 

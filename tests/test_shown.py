@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ranks
 
-from checkpoint import Report, Run, UserError
+from checkpoint import Report, Run
 from minigrpo import Config
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -189,7 +189,7 @@ def test_update_balances_by_cost(monkeypatch):
     batch = [ranks.rollout(i, [3], [5] * (n - 1)) for i, n in enumerate(lengths)]
     done, stats = [], {"tokens": torch.tensor(1)}
     monkeypatch.setattr(minigrpo, "micro_batch_loss", lambda policy, rollouts, masks, weights, old_logp, reference_logp, c: (
-        done[-1].extend(r.slot for r in rollouts), (torch.zeros((), requires_grad=True), stats))[1])
+        done[-1].extend(r.slot for r in rollouts), (torch.zeros((), requires_grad=True), stats, torch.zeros(sum(len(r.completion_ids) for r in rollouts))))[1])
     optimizer = types.SimpleNamespace(begin=lambda: None, step=lambda rate: 0.0)
     for rank in range(size):
         done.append([])
@@ -288,7 +288,7 @@ def test_decode_loop_refuses_the_log_probability_of_another_token():
     assert core.steps == 4 and gc.isenabled()
 
 
-# ---- Rollouts written while the update runs ----------------------------------------------------------------
+# ---- Rollouts written beside what follows ------------------------------------------------------------------
 
 def run_in(folder, **options) -> Run:
     run = Run(Config(out=str(folder), **options), types.SimpleNamespace(rank=0, gather=lambda value: [value]))
@@ -296,35 +296,52 @@ def run_in(folder, **options) -> Run:
     return run
 
 
-def test_a_row_is_recorded_after_its_rollouts(tmp_path, monkeypatch):
+def test_the_last_rollouts_are_kept_and_a_row_does_not_wait_for_its_own(tmp_path, monkeypatch):
     run, go, real = run_in(tmp_path, save_rollouts=2), threading.Event(), Run._write_rollouts
     monkeypatch.setattr(Run, "_write_rollouts", lambda *a: (go.wait(30), real(*a)))
     metrics = tmp_path / "metrics.jsonl"
     run.write_rollouts(0, [ranks.rollout(0)])  # returns, though nothing is written
-    recording = threading.Thread(target=run.record, args=({"step": 0, "reward": float("nan")},))
-    recording.start()
-    recording.join(0.3)
-    assert recording.is_alive() and metrics.read_text() == "" and not list(tmp_path.glob("rollouts/*"))
+    run.record({"step": 0, "reward": float("nan")})
+    assert json.loads(metrics.read_text())["step"] == 0 and not list(tmp_path.glob("rollouts/*"))
     go.set()
-    recording.join(30)
-    assert json.loads(metrics.read_text())["step"] == 0
     for step in range(1, 6):
         run.write_rollouts(step, [ranks.rollout(slot, reward=step) for slot in range(3)])
         run.record({"step": step})
+        run.wait()
         assert {p.name for p in tmp_path.glob("rollouts/*")} == {f"step_{s}.jsonl" for s in (step - 1, step)}
     kept = [json.loads(line) for line in (tmp_path / "rollouts/step_5.jsonl").read_text().splitlines()]
     assert [(r["slot"], r["reward"], r["completion_ids"]) for r in kept] == [(i, 5, [5, 6, 1]) for i in range(3)]
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(6))
 
 
-def test_an_error_while_writing_rollouts_is_an_error_of_the_step(tmp_path):
+@pytest.mark.parametrize("then", ["the next step", "the checkpoint"])
+def test_rollouts_are_written_before(tmp_path, monkeypatch, then):
+    run, go, real = run_in(tmp_path), threading.Event(), Run._write_rollouts
+    monkeypatch.setattr(Run, "_write_rollouts", lambda *a: (go.wait(30), real(*a)))
+    run.write_rollouts(0, [ranks.rollout(0)])
+    run.world.size, nothing = 1, types.SimpleNamespace(
+        weights=torch.zeros(4), master=torch.zeros(4), save=lambda folder, source=None: None)
+    waiting = threading.Thread(target=(lambda: run.write_rollouts(1, [])) if then == "the next step" else (
+        lambda: run.save(nothing, nothing, tmp_path, 1)))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive() and {p.name for p in tmp_path.glob("*")} == {"lock", "config.json", "metrics.jsonl", "rollouts"}
+    go.set()
+    waiting.join(30)
+    assert (tmp_path / "rollouts/step_0.jsonl").read_text().endswith("\n")
+    assert (tmp_path / "latest").exists() == (then == "the checkpoint")
+
+
+@pytest.mark.parametrize("then", ["the next step", "the checkpoint"])
+def test_an_error_while_writing_rollouts_is_an_error_of_the_run(tmp_path, then):
     run = run_in(tmp_path)
     (tmp_path / "rollouts").rmdir()
     (tmp_path / "rollouts").write_text("a file where a folder should be")
     run.write_rollouts(0, [ranks.rollout(0)])
+    run.record({"step": 0})
     with pytest.raises(NotADirectoryError, match="rollouts"):
-        run.record({"step": 0})
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+        run.write_rollouts(1, []) if then == "the next step" else run.save(None, None, tmp_path, 1)
+    assert not list(tmp_path.glob("step_*"))
 
 
 # ---- The benchmark -----------------------------------------------------------------------------------------
