@@ -3,7 +3,8 @@
     run = Run(c, world)                                       # takes the folder
     start = run.state["step"]
     run.begin()                                               # goes back to the last checkpoint
-    run.write_rollouts(7, rollouts)                           # rollouts/step_7.jsonl
+    run.keep_rollouts(7, rollouts)                            # rollouts/step_7.jsonl, written
+    run.write_rollouts()                                      # when there is time
     run.record({"step": 7, "reward": 0.5})                    # a row of metrics.jsonl
     run.save(policy, optimizer, source, 8)                    # step_8/, then `latest` points to it
 
@@ -18,6 +19,7 @@
 import dataclasses
 import fcntl
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -69,7 +71,7 @@ class Health:
         if self.skipped >= self.c.max_skipped:
             raise UserError(f"{self.skipped} updates in a row had gradients or log-probabilities that are "
                             "not finite: lower --learning_rate")
-        off = usual is not None and gap > max(0.05, 3 * usual)
+        off = usual is not None and gap > max(0.05, 3 * usual) and not self.c.replay  # there it has to grow
         self.suspicious = self.suspicious + 1 if off else 0
         if off:
             differ = f"sampler and trainer differ by {gap:.3f} in log-probability, at first by {usual:.3f}"
@@ -101,10 +103,14 @@ class Run:
         data = "+".join(Path(source).stem for source in c.data)
         self.folder = Path(c.out or f"runs/{Path(c.model).name}-{data}-{digest}")
         self.latest, self.writer, self.writing = self.folder / "latest", ThreadPoolExecutor(1), []
+        self.kept = None  # (step, rollouts) that are still to be written
         self.state = world.gather(self.find() if self.writes else None)[0]  # what `latest` says
 
     def find(self) -> dict:
         """Takes the folder for this process; what its last checkpoint says, {"step": 0} without one."""
+        for package in self.c.report_to:  # a folder of that name is found too, and has no origin
+            if not getattr(importlib.util.find_spec(package), "origin", None):
+                raise UserError(f"--report_to {package} needs a package: pip install {package}")
         lock = self.folder / "lock"
         try:
             names = ("config.json", "metrics.jsonl", "rollouts", "step_*", "latest")
@@ -149,6 +155,7 @@ class Run:
         try:
             if self.writes:
                 self.cut_back(self.state["step"])
+                self.report = Report(self.c.report_to, self.folder, self.state["step"], self.options)
         except OSError as error:
             raise UserError(f"{self.folder}: {error}: give another --out") from None
 
@@ -165,6 +172,8 @@ class Run:
         (self.folder / "rollouts").mkdir(exist_ok=True)
         if self.c.fresh:
             self.latest.unlink(missing_ok=True)
+            (self.folder / "wandb_id").unlink(missing_ok=True)
+            shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)
         for path in self.folder.glob("step_*/"):
             if path.name.endswith((".partial", ".partial-old")) or number_of(path) > step:
                 shutil.rmtree(path)
@@ -191,20 +200,27 @@ class Run:
         sync(self.folder)
 
     def record(self, row: dict) -> None:
-        """Appends a row to metrics.jsonl, once the step's rollouts are written."""
+        """Appends a row to metrics.jsonl, once what `write_rollouts` began is written."""
         if not self.writes:
             return
         for writing in self.writing:
-            writing.result()  # a full disk is an error of this step
+            writing.result()  # a full disk is an error of the run
         with open(self.folder / "metrics.jsonl", "a") as file:
             number = lambda v: v if v is None or math.isfinite(v) else None  # JSON has no NaN
-            file.write(json.dumps({key: number(row.get(key)) for key in self.metrics}) + "\n")
+            row = {key: number(row.get(key)) for key in self.metrics}
+            file.write(json.dumps(row) + "\n")
+        self.report(row)
 
-    def write_rollouts(self, step: int, rollouts: list) -> None:
-        """Begins to write rollouts/step_N.jsonl, beside what follows: the update leaves the CPU idle. Of the
-        steps the last save_rollouts are kept."""
+    def keep_rollouts(self, step: int, rollouts: list) -> None:
+        """For rollouts/step_N.jsonl; of the steps the last save_rollouts are kept."""
         if self.writes and self.c.save_rollouts:
-            self.writing = [self.writer.submit(self._write_rollouts, step, rollouts)]
+            self.kept = step, rollouts
+
+    def write_rollouts(self) -> None:
+        """Begins to write those kept, in a thread. Called before an update, which leaves the CPU idle: what
+        generates is bound by it."""
+        if self.kept:
+            self.writing, self.kept = [self.writer.submit(self._write_rollouts, *self.kept)], None
 
     def _write_rollouts(self, step: int, rollouts: list) -> None:
         folder = self.folder / "rollouts"
@@ -214,8 +230,8 @@ class Run:
                 file.write(json.dumps(vars(rollout), ensure_ascii=False) + "\n")
         (folder / f"step_{step - self.c.save_rollouts}.jsonl").unlink(missing_ok=True)
 
-    def print_line(self, row: dict) -> None:
-        """One line a step, for a person."""
+    def print_line(self, row: dict, rollouts: list = ()) -> None:
+        """One line a step, for a person, and log_completions of the completions, spread over the prompts."""
         if not self.writes:
             return
         total, done = self.c.max_steps, row["step"] + 1
@@ -228,6 +244,17 @@ class Run:
               f"  generate {row['time/generate']:.2f}s  update {row['time/update']:.2f}s"
               f"  handoff {row['time/wake'] + row['time/sleep']:.2f}s"
               f"  {done / total:.0%}, {left // 60:.0f}m{left % 60:02.0f}s left", flush=True)
+        shown = min(self.c.log_completions, len(rollouts))
+        for r in [rollouts[i * len(rollouts) // shown] for i in range(shown)]:
+            prompt, text = r.prompt if type(r.prompt) is str else r.prompt[-1]["content"], r.completion
+            # As literals: a terminal would obey some of the characters.
+            print(f"  {'…' * (len(prompt) > 80)}{prompt[-80:]!r} → {text[:240]!r}{'…' * (len(text) > 240)}"
+                  f"  reward {r.reward}  advantage {r.advantage:.3f}", flush=True)
+
+    def close(self) -> None:
+        """Before a process ends without asking anybody."""
+        if self.writes and self.report.online:
+            self.report.online.finish()
 
     def size(self, optimizer) -> int:
         """Bytes of a checkpoint: the weights, and three numbers a parameter in the optimizer's precision."""
@@ -247,6 +274,9 @@ class Run:
         """Writes step_N, every rank its optimizer shard. Raises UserError where the disk lacks room."""
         folder, partial = self.folder / f"step_{step}", self.folder / f"step_{step}.partial"
         if self.writes:
+            self.write_rollouts()  # who continues from here does not write them again
+            for writing in self.writing:
+                writing.result()
             needed = self.size(optimizer)
             if (free := shutil.disk_usage(self.folder).free) < 1.1 * needed:
                 raise UserError(f"{self.folder}: a checkpoint takes {needed / 2**30:.1f} GiB, only "
@@ -266,6 +296,93 @@ class Run:
             self.point_to(step)
             for old in self.steps()[:-self.c.save_total_limit]:
                 discard(self.folder / f"step_{old}")
+
+
+class Report:
+    """Hands rows of metrics to TensorBoard and Weights & Biases, where asked for. step: of the next row; what
+    an interrupted run has shown from there on does not appear twice."""
+
+    def __init__(self, names: list[str], folder: Path, step: int, options: dict):
+        self.board = self.online = None
+        if "tensorboard" in names:
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+        if "wandb" in names:
+            import wandb
+            if not (mark := folder / "wandb_id").exists():
+                rewrite(mark, os.urandom(8).hex().encode())
+            try:
+                self.online = wandb.init(project="minigrpo", name=folder.name, id=mark.read_text(),
+                                         resume="allow", dir=str(folder), config=options)
+            except wandb.Error as error:
+                raise UserError(f"--report_to wandb: {error}") from None
+
+    def __call__(self, row: dict) -> None:
+        values = {key: value for key, value in row.items() if value is not None}
+        if self.board:
+            for key, value in values.items():
+                self.board.add_scalar(key, value, row["step"])
+            self.board.flush()  # the process may be killed
+        if self.online and row["step"] >= self.online.step:
+            self.online.log(values, step=row["step"])
+
+
+class RecordedEngine:
+    """In the engine's place: the completions that an earlier run recorded, found by seed and prompt. run: its
+    folder. `generate` raises UserError where they are not there."""
+
+    given_back = 0
+
+    def __init__(self, run: Path):
+        self.run, self.weight_version = run, None
+
+    def wake(self, named_weights, version: int) -> None:
+        self.weight_version = version
+
+    def generate(self, prompts: list[list[int]], *, n: int, seeds: list[int], **ignored) -> list:
+        path, found, number = self.run / f"rollouts/step_{self.weight_version}.jsonl", {}, 0
+        try:
+            for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+                r = json.loads(line)
+                ids, logps = found[r["seed"], *r["prompt_ids"]] = r["completion_ids"], r["sampler_logps"]
+                if len(ids) != len(logps) or {*map(type, ids)} != {int} or {*map(type, logps)} != {float}:
+                    raise ValueError("no completion")
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise UserError(f"{path}, line {number}, is damaged ({error!r}): record that run again") from None
+        try:
+            return [[found[seed + i, *prompt] for i in range(n)] for prompt, seed in zip(prompts, seeds)]
+        except KeyError:
+            raise UserError(f"{path} has completions of other prompts: give all options that make prompts as "
+                            f"they are in {self.run / 'config.json'}, and the same data") from None
+
+    def sleep(self) -> None:
+        """Nothing to give back."""
+
+    close = sleep
+
+
+def recorded_steps(c) -> int:
+    """How many updates --replay has rollouts for, at most max_steps. Raises UserError where they are of other
+    prompts or another sampler than this run would have, and where one is missing."""
+    run = Path(c.replay)
+    names = lambda v: [Path(str(name)).name for name in (v if isinstance(v, list) else [v])]  # folders move
+    old = read_object(run / "config.json", "give the folder of a run to --replay")
+    new = json.loads(json.dumps(dataclasses.asdict(c)))
+    for key in ("model", "data", "seed", "prompts_per_step", "num_generations", "temperature",
+                "dynamic_sampling_rounds"):
+        if names(old.get(key)) != names(new[key]):
+            raise UserError(f"--{key} {' '.join(names(new[key]))}: {run} was recorded with "
+                            f"{' '.join(names(old.get(key)))}: give the same")
+    if c.dynamic_sampling_rounds:
+        raise UserError(f"--replay {run}: --dynamic_sampling_rounds dropped groups that were not recorded")
+    if c.out and Path(c.out).resolve() == run.resolve():
+        raise UserError(f"--replay {run} would be written over: give another --out")
+    steps = min(c.max_steps, 1 + max([0, *map(number_of, run.glob("rollouts/step_*.jsonl"))]))
+    for step in range(steps):
+        if not (run / f"rollouts/step_{step}.jsonl").exists():
+            raise UserError(f"{run} keeps no rollouts of step {step}: record with --save_rollouts N, for all "
+                            "N steps of a run")
+    return steps
 
 
 def step_metrics(rollouts: list, scores, sums: dict, policy, world, seconds: dict) -> dict:
@@ -303,14 +420,14 @@ def number_of(path: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def read_object(path: Path) -> dict:
+def read_object(path: Path, advice: str = "--fresh starts anew") -> dict:
     try:
         if isinstance(value := json.loads(path.read_text()), dict):
             return value
         error = "not an object"
     except (OSError, ValueError, RecursionError) as caught:
         error = caught
-    raise UserError(f"{path} is damaged ({error}): --fresh starts anew")
+    raise UserError(f"{path} is damaged ({error}): {advice}")
 
 
 def rewrite(path: Path, content: bytes) -> None:

@@ -39,7 +39,7 @@ import data
 import model
 import rewards
 import sharded
-from checkpoint import Health, Run, step_metrics
+from checkpoint import Health, RecordedEngine, Run, step_metrics
 from colocate import ColocatedEngine, RemoteEngine, completes
 from data import Prompt, PromptSet, Tokenizer, UserError, load_data, load_prompts, prompt_indices, sample_seed
 from model import (
@@ -80,6 +80,7 @@ class Config:
     # rollouts
     colocate: bool = option(False, "a vLLM engine on every rank; without, the policy samples for itself")
     split: bool = option(False, "the last rank only generates, the others only train; to compare with")
+    replay: str = option("", "a run's folder: trains on its rollouts; no engine, no evaluation")
     prompts_per_step: int = option(16, "prompts a step, over all ranks")
     num_generations: int = option(8, "completions a prompt: the group that a completion is compared with",
                                   low=2, use="8 or more: completions of a prompt are compared")
@@ -140,6 +141,9 @@ class Config:
     timeout_minutes: float = option(30.0, "give up, naming the rank, when one is so much later than another")
     max_skipped: int = option(10, "give up after so many updates in a row whose gradient is not finite")
     save_rollouts: int = option(10, "keep the completions of the last so many steps", low=0)
+    log_completions: int = option(0, "how many to print a step; TRL's is a switch, ours a number", low=0)
+    report_to: list[str] = option((), "where metrics go too; needs the package of that name",
+                                  choices=("tensorboard", "wandb"))
     seed: int = option(0, "of the order of prompts and of every sample", low=-2**31)
     out: str = option("", "run folder (default: runs/<model>-<data>-<hash of the options>)")
     fresh: bool = option(False, "start anew where the run folder holds an earlier run")
@@ -192,8 +196,8 @@ def check(c: Config) -> None:
         raise UserError(f"--epsilon_high {c.epsilon_high} is the cap of cispo's weights: use e.g. 5")
     if 0 < c.delta <= 1 + (c.epsilon_high or c.epsilon):
         raise UserError(f"--delta {c.delta}: use more than 1 + epsilon_high, e.g. 2, or 0 for none")
-    if c.colocate and c.split:
-        raise UserError("--colocate and --split exclude each other: use --colocate, the faster one")
+    if c.colocate + c.split + bool(c.replay) > 1:
+        raise UserError("--colocate, --split and --replay exclude each other: use one, --colocate to train")
     if (c.colocate or c.split) and "RANK" not in os.environ:
         raise UserError(f"{'--split' if c.split else '--colocate'} runs under torchrun: torchrun "
                         f"--nproc_per_node={1 + c.split} {' '.join(sys.argv)}")
@@ -328,10 +332,12 @@ class Rollout:
     completion: str
     truncated: bool
     weight_version: int  # updates that the weights which produced it had seen
+    seed: int  # with these weights it draws this completion of prompt_ids again
     round: int = 0  # of dynamic sampling: groups of this slot that were dropped before
     reward: float | None = None
     parts: dict | None = None  # reward of each function
     advantage: float = 0.0
+    trainer_logps: list[float] | None = None  # of the policy before its update; None where it does not train
 
     def trained(self, mask_truncated: bool) -> list[bool]:
         """Which tokens train: none without reward or masked as truncated, and none with a broken log-prob."""
@@ -343,15 +349,16 @@ class Rollout:
 def generate_rollouts(engine, prompts: list[tuple[int, Prompt]], step: int, tokenizer: Tokenizer,
                       c: Config, round: int = 0) -> list[Rollout]:
     """num_generations completions for each (slot, prompt) of this rank."""
+    seeds = [sample_seed(c.seed, step, round, slot) for slot, _ in prompts]
     groups = engine.generate(
         [p.token_ids for _, p in prompts], n=c.num_generations, max_tokens=c.max_completion_length,
-        temperature=c.temperature, seeds=[sample_seed(c.seed, step, round, slot) for slot, _ in prompts],
-        eos_token_ids=tokenizer.eos_token_ids, stop=c.stop)
+        temperature=c.temperature, seeds=seeds, eos_token_ids=tokenizer.eos_token_ids, stop=c.stop)
     cut = lambda ids: not (ids[-1] in tokenizer.eos_token_ids or c.stop and completes(tokenizer, ids, c.stop))
     return [Rollout(slot=slot * c.num_generations + i, prompt=prompt.prompt, prompt_ids=prompt.token_ids,
-                    completion_ids=ids, sampler_logps=logps, completion=tokenizer.decode(ids),
+                    completion_ids=ids, sampler_logps=logps, completion=tokenizer.decode(ids), seed=seed + i,
                     truncated=cut(ids), weight_version=engine.weight_version, round=round)
-            for (slot, prompt), group in zip(prompts, groups) for i, (ids, logps) in enumerate(group)]
+            for (slot, prompt), seed, group in zip(prompts, seeds, groups)
+            for i, (ids, logps) in enumerate(group)]
 
 
 def replace_dull_groups(engine, rollouts: list[Rollout], mine: list[tuple[int, Prompt]],
@@ -436,8 +443,9 @@ def divide(policy: Policy, rollouts: list[Rollout], c: Config, world: World) -> 
 
 def update(policy: Policy, optimizer: ShardedAdamW, rollouts: list[Rollout], learning_rate: float, c: Config,
            world: World) -> dict:
-    """num_iterations passes over the batch of all ranks, each in num_minibatches optimizer steps. Returns the
-    sums behind the metrics, over all ranks; the only other collectives are the optimizer's."""
+    """num_iterations passes over the batch of all ranks, each in num_minibatches optimizer steps.
+    Returns the sums behind the metrics, over all ranks; rank 0 fills in `trainer_logps` for all. The only
+    other collectives are the optimizer's."""
     groups = len(rollouts) // c.num_generations
     cuts = [m * groups // c.num_minibatches * c.num_generations for m in range(c.num_minibatches + 1)]
     steps = [divide(policy, rollouts[low:high], c, world) for low, high in itertools.pairwise(cuts)]
@@ -449,18 +457,26 @@ def update(policy: Policy, optimizer: ShardedAdamW, rollouts: list[Rollout], lea
         if c.beta:
             with optimizer.as_reference():
                 reference = everywhere()
-    sums, norms = [], []
+    sums, norms, seen = [], [], []
     for (batches, _), *logps in [*zip(steps, old, reference)] * c.num_iterations:
         optimizer.begin()
         for batch, old_logp, reference_logp in zip(batches, *logps):
-            loss, stats = micro_batch_loss(policy, *batch, old_logp, reference_logp, c)
+            loss, stats, logp = micro_batch_loss(policy, *batch, old_logp, reference_logp, c)
             loss.backward()
             sums.append(stats)
+            seen.append((batch[0], logp if old_logp is None else old_logp))
         norms.append(optimizer.step(learning_rate))
     for stats in sums[len(steps[0][0]):]:
         del stats["ratio_error_max"]  # it is to be 0 where nothing has moved yet
-    ranks = world.gather(add_up([{k: v.item() for k, v in stats.items()} for stats in sums]))
-    whole = {**dict.fromkeys(("loss", "tokens"), 0), **add_up(ranks)}
+    first = seen[:sum(len(batches) for batches, _ in steps)] if c.save_rollouts else []
+    mine = [(r.slot, len(r.completion_ids)) for batch, _ in first for r in batch]
+    logps = torch.cat([logp for _, logp in first]).cpu() if first else torch.empty(0)
+    ranks = world.gather((add_up([{k: v.item() for k, v in stats.items()} for stats in sums]), mine, logps))
+    by_slot = {r.slot: r for r in rollouts}
+    for _, places, logps in ranks if world.rank == 0 else ():  # it writes them down
+        for (slot, _), part in zip(places, logps.split([n for _, n in places])):
+            by_slot[slot].trainer_logps = part.tolist()
+    whole = {**dict.fromkeys(("loss", "tokens"), 0), **add_up([part for part, *_ in ranks])}
     return {**whole, "loss": whole["loss"] / len(norms), "grad_norm": sum(norms) / len(norms),
             "skipped": sum(not math.isfinite(norm) for norm in norms),
             "trained_lengths": [n for _, lengths in steps for n in lengths] * c.num_iterations,
@@ -480,7 +496,8 @@ def completion_logprobs(policy: Policy, rollouts: list[Rollout], c: Config):
 
 
 def micro_batch_loss(policy: Policy, rollouts, masks, weights, old_logp, reference_logp, c: Config):
-    """Loss and metric sums of one micro-batch. old_logp: None where the policy is the one that sampled."""
+    """Loss, sums for the metrics and log-probabilities, [T], of one micro-batch. old_logp: None where the
+    policy is the one that sampled."""
     logp, entropy = completion_logprobs(policy, rollouts, c)
     sampler_logp, advantage, weight = (
         upload(torch.tensor(values, dtype=logp.dtype), logp.device) for values in (
@@ -494,7 +511,7 @@ def micro_batch_loss(policy: Policy, rollouts, masks, weights, old_logp, referen
         loss_type=c.loss_type, epsilon=c.epsilon, epsilon_high=c.epsilon_high or c.epsilon, delta=c.delta,
         sequence=sequence, reference_logp=reference_logp, beta=c.beta,
         importance_cap=c.vllm_importance_sampling_clip_max if c.vllm_importance_sampling_correction else None)
-    return loss, {**stats, "entropy": torch.where(weight > 0, entropy, 0.0).sum()}
+    return loss, {**stats, "entropy": torch.where(weight > 0, entropy, 0.0).sum()}, logp.detach()
 
 
 def add_up(parts: list[dict]) -> dict:
@@ -558,6 +575,9 @@ def load(c: Config, folder: Path, weights: Path,
                         f"{config.vocab_size} of config.json: they are of different models")
     if c.max_steps == -1:
         c.max_steps = math.ceil(c.num_train_epochs * len(prompts.train) / c.prompts_per_step)
+    if c.replay:
+        c.max_steps, held_out = checkpoint.recorded_steps(c), {}
+        prompts.notes.append(f"replays {c.max_steps} steps of {c.replay}; no engine, no evaluation")
     dtype = {"auto": torch.bfloat16 if world.cuda else torch.float32}.get(c.dtype) or getattr(torch, c.dtype)
     if world.cuda and (c.colocate or c.split):
         prompts.notes.append(plan_memory(c, config, dtype.itemsize, world.size, world.card)[0])
@@ -598,7 +618,8 @@ def plan_memory(c: Config, m: ModelConfig, size: int, ranks: int, card: int) -> 
 
 def build_engine(c: Config, folder: Path, tokenizer: Tokenizer, policy: Policy, world: World):
     if not (c.colocate or c.split):
-        return PolicySampler(policy, functools.partial(completes, tokenizer))
+        sampler = PolicySampler(policy, functools.partial(completes, tokenizer))
+        return RecordedEngine(Path(c.replay)) if c.replay else sampler
     dtype, ranks = policy.model.norm.weight.dtype, 1 if c.split else world.size
     arguments = dict(
         folder=folder, dtype=dtype, max_model_len=c.longest,
@@ -678,16 +699,17 @@ def train(c: Config, world: World) -> None:
             world.meet("reward")  # before a collective, so that who is late is named
             rollouts = [r for part in world.gather(rollouts) for r in part]  # by slot: shares are contiguous
         scores = assign_advantages(rollouts, c)                                                 # 5. advantage
-        run.write_rollouts(step, rollouts)
         rate = learning_rate_at(step, c)
+        run.write_rollouts()  # of the step before
         with watch("update"):                                                                   # 6. update
             sums = update(policy, optimizer, rollouts, rate, c, world)
         if world.cuda:  # torch believes that it still has what the sleeping engine gave back
             row["memory/peak_gib"] = (torch.cuda.max_memory_allocated() - engine.given_back) / 2**30
+        run.keep_rollouts(step, rollouts)
         row |= {"learning_rate": rate, "time/step": world.now() - began}                        # 7. record
         row |= step_metrics(rollouts, scores, sums, policy, world, row)
         run.record(row)
-        run.print_line(row)
+        run.print_line(row, rollouts)
         health.check(row, rollouts)
         stopped = any(world.gather(stop.wanted))  # a signal may have reached one rank only
         if stopped or ((step + 1) % c.save_steps == 0 and step + 1 < c.max_steps):
@@ -703,6 +725,7 @@ def train(c: Config, world: World) -> None:
                  finished=True, data=prompts.fingerprint)
         say(f"done: {result}")
     world.gather(None)  # nobody ends the engine, and with it the process group, while another still needs it
+    run.close()
     scorer.close()
     engine.close()
 
@@ -716,7 +739,7 @@ def parse(arguments: list[str]) -> Config:
         if kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
         elif kind in (list[str], list[float]):
-            how = {"nargs": "+", "type": kind.__args__[0]}
+            how = {"nargs": "+", "type": kind.__args__[0], "choices": meta.get("choices")}
         else:
             how = {"type": kind, "choices": meta.get("choices")}
         parser.add_argument(f"--{field.name}", default=field.default, help=meta["help"], **how)

@@ -122,7 +122,7 @@ def rollout(slot=0, prompt=(3, 4), completion=(5, 6, EOS), logps=None, truncated
     logps = [-3.0] * len(completion) if logps is None else logps
     return Rollout(slot=slot, prompt="", prompt_ids=list(prompt), completion_ids=list(completion),
                    sampler_logps=list(logps), completion="", truncated=truncated, weight_version=0,
-                   reward=reward, advantage=advantage)
+                   seed=0, reward=reward, advantage=advantage)
 
 
 def ragged_rollouts() -> list[Rollout]:
@@ -268,8 +268,17 @@ def adamw(world: World) -> dict:
             "bf16": toy_updates(world, SMALL_RATE, torch.bfloat16, [1e-6] * 100, fixed=True)}
 
 
+def trainer_logps(folder, world: World) -> list:
+    """What update() fills in, on this rank."""
+    policy, c, batch = Policy.from_folder(folder), Config(num_generations=4, micro_batch_tokens=20), ragged_rollouts()
+    assign_advantages(batch, c)
+    update(policy, ShardedAdamW(policy, c, world), batch, 1e-3, c, world)
+    return [r.trainer_logps for r in batch]
+
+
 def all_jobs(folder, world: World) -> dict:
-    return {"gradients": gradients(folder, world), "odd": odd_batches(folder, world), "adamw": adamw(world)}
+    return {"gradients": gradients(folder, world), "odd": odd_batches(folder, world), "adamw": adamw(world),
+            "trainer_logps": trainer_logps(folder, world)}
 
 
 def main(folder: str, out: str) -> None:

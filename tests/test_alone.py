@@ -39,22 +39,19 @@ print(logp.shape == (5,), len(sample(policy, [[5, 6]], 3, 1.0, [0], [1])) == 1)
 import json
 from dataclasses import dataclass
 from types import SimpleNamespace as Bag
-import torch
-from checkpoint import Run, shards
-from safetensors.torch import load_file, save_file
+from checkpoint import Run
 @dataclass
 class Options:
     model: str = "model"; data: tuple = ("sums",); out: str = "run"; fresh: bool = False
-    save_rollouts: int = 2; save_total_limit: int = 1; learning_rate: float = 0.1
-weight = torch.arange(64.0)
-adam = {"master": weight, "exp_avg": weight * 0, "exp_avg_sq": weight * 0, "step": torch.tensor(3.0)}
-optimizer = Bag(weights=weight, master=weight, save=lambda folder: save_file(adam, folder / "00000.safetensors"))
-policy = Bag(save=lambda folder, source: save_file({"w": weight}, folder / "model.safetensors"))
+    report_to: tuple = (); save_rollouts: int = 2; save_total_limit: int = 1; learning_rate: float = 0.1
+optimizer = Bag(weights=Bag(nbytes=2), master=Bag(nbytes=4), save=lambda folder: (folder / "shard").write_text("s"))
+policy = Bag(save=lambda folder, source: (folder / "model").write_text("w"))
 one = lambda: Run(Options(), Bag(rank=0, size=1, gather=lambda value: [value]))
 run = one()
 run.begin()
 for step in range(5):
-    run.write_rollouts(step, [Bag(slot=0, reward=step)])
+    run.keep_rollouts(step, [Bag(slot=0, reward=step)])
+    run.write_rollouts()
     run.record({"step": step, "reward": step})
     if step == 2:
         run.save(policy, optimizer, "model", 3, note="as it was")
@@ -63,8 +60,24 @@ again = one()
 again.begin()
 rows = [json.loads(line) for line in open("run/metrics.jsonl")]
 print(again.state == {"step": 3, "note": "as it was"}, [row["step"] for row in rows] == [0, 1, 2])
-[(path, first, end)] = shards(again.latest / "optimizer", [weight])
-print(torch.equal(load_file(path)["master"], weight), (first, end) == (0, 64))
+print((again.latest / "model").read_text() == "w", (again.latest / "optimizer/shard").read_text() == "s")
+""",
+    "sharded.py": """
+import torch
+from types import SimpleNamespace as Bag
+from sharded import ShardedAdamW, World
+model, x = torch.nn.Linear(4, 1), torch.ones(8, 4)
+options = Bag(learning_rate=0.1, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, weight_decay=0.0,
+              max_grad_norm=1.0, optimizer_offload=False)
+optimizer, losses = ShardedAdamW(model, options, World()), []
+for step in range(20):
+    optimizer.begin()
+    for part in x.split(4):
+        loss = (model(part) - 3).square().mean()
+        loss.backward()
+    optimizer.step(0.1)
+    losses.append(loss.item())
+print(losses[-1] < losses[0] / 10, optimizer.weights.numel() % 64 == 0)
 """,
     "colocate.py": """
 import torch

@@ -354,6 +354,7 @@ def test_rollouts_take_ids_as_sampled():
     assert [r.truncated for r in made] == [False, True, False, True]
     assert [r.slot for r in made] == [8, 9, 18, 19] and {r.weight_version for r in made} == {7}
     assert [r.prompt_ids for r in made] == [[3], [3], [3, 3], [3, 3]] and made[1].completion == "5 6"
+    assert [r.seed for r in made] == [sample_seed(11, 5, 0, slot) + i for slot in (4, 9) for i in (0, 1)]
     assert engine.prompts == [[3], [3, 3]]
     assert engine.options == dict(n=2, max_tokens=3, temperature=0.6, eos_token_ids=[1, 2], stop=(),
                                   seeds=[sample_seed(11, 5, 0, 4), sample_seed(11, 5, 0, 9)])
@@ -534,6 +535,41 @@ def test_the_reference_is_the_first_model_and_comes_back_out(checkpoint):
     kl = (d.exp() - d - 1).sum().item()
     assert kl > 1e-3 and sums["kl"] == pytest.approx(kl, rel=1e-9) and sums["grad_norm"] > 0
     assert sums["loss"] == pytest.approx(0.5 * kl / 6, rel=1e-9)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"micro_batch_tokens": 12}, {"num_iterations": 2, "num_minibatches": 2}, {"mask_truncated_completions": True}])
+def test_trainer_logps_are_those_before_the_update(checkpoint, options):
+    """Of every completion that trains, by transformers; None for the others. The update itself is large."""
+    folder, oracle = checkpoint
+    c = Config(num_generations=4, prompts_per_step=7, temperature=0.6, learning_rate=1e-2, max_completion_length=LONGEST,
+               **options)
+    batch, policy = ragged_rollouts(), Policy.from_folder(folder)
+    assign_advantages(batch, c)
+    sums = update(policy, ShardedAdamW(policy, c, World()), batch, 1e-2, c, World())
+    assert math.isfinite(sums["grad_norm"])
+    with torch.no_grad():
+        tables = (oracle(padded(batch)).logits / 0.6).log_softmax(-1)
+    for r, table in zip(batch, tables):
+        rows = table[len(r.prompt_ids) - 1:]
+        want = [row[t].item() for row, t in zip(rows, r.completion_ids)]
+        trains = any(r.trained(c.mask_truncated_completions))
+        assert r.trainer_logps == (pytest.approx(want, abs=2e-5) if trains else None)
+    assert 3 < sum(r.trainer_logps is None for r in batch) < len(batch)
+
+
+def test_trainer_logps_of_two_ranks_are_written_by_the_first_and_only_where_rollouts_are_kept(checkpoint):
+    one, two = ranks.results(1)[0]["trainer_logps"], [part["trainer_logps"] for part in ranks.results(2)]
+    assert [logps is None for logps in one] == [not any(r.trained(False)) for r in ragged_rollouts()]
+    assert [logps and pytest.approx(logps, abs=1e-5) for logps in one] == two[0]
+    assert two[1] == [None] * 28
+    calls, batch, policy = [], ragged_rollouts(), Policy.from_folder(checkpoint[0])
+    world, c = World(), Config(num_generations=4, save_rollouts=0)
+    world.gather = lambda value: (calls.append(value), [value])[1]
+    assign_advantages(batch, c)
+    update(policy, ShardedAdamW(policy, c, world), batch, 0.0, c, world)
+    [(_, places, logps)] = calls
+    assert places == [] and logps.numel() == 0 and {r.trainer_logps for r in batch} == {None}
 
 
 def test_leave_one_out_by_hand():
@@ -761,7 +797,8 @@ def test_more_ranks_than_prompts_give_the_same_run(runs, prompts, size):
         one, many = (rows_of(run / f"rollouts/step_{step}.jsonl") for run in (alone, shared))
         assert len(one) == len(many) == 6 * prompts
         for a, b in zip(one, many):
-            assert a.pop("sampler_logps") == pytest.approx(b.pop("sampler_logps"), abs=1e-5)
+            for key in ("sampler_logps", "trainer_logps"):
+                assert a.pop(key) == pytest.approx(b.pop(key), abs=1e-5)
             assert a == b
     one, many = (rows_of(run / "metrics.jsonl") for run in (alone, shared))
     assert len(one) == len(many) == 3

@@ -15,6 +15,7 @@ from test_colocate import torchrun
 
 from data import Tokenizer, load_prompts
 from checkpoint import METRICS
+from model import Policy, sample
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,7 +62,8 @@ def test_rollouts_are_kept_for_the_last_steps(bare):
         a, b = r["prompt"].rstrip("=").split("+")
         numbers = re.findall(r"\d+", r["completion"])
         assert r["reward"] == bool(numbers and int(numbers[-1]) == int(a) + int(b))
-        assert len(r["completion_ids"]) == len(r["sampler_logps"])
+        assert len(r["completion_ids"]) == len(r["sampler_logps"]) == len(r["trainer_logps"])
+        assert max(abs(a - b) for a, b in zip(r["sampler_logps"], r["trainer_logps"])) < 1e-4
         assert r["truncated"] == (r["completion_ids"][-1] != 12) and r["weight_version"] == 199
 
 
@@ -141,6 +143,22 @@ def test_prompt_files_and_a_reward_file_written_for_trl(tmp_path):
     assert any(r["completion_ids"][-1] == 1 for r in seen)
     assert {r["prompt"] for r in seen} == {f"{i}+1=" for i in range(5)}
     assert len(rows(run)) == 3 and rows(run)[0]["eval/accuracy"] is None
+
+
+def test_a_recorded_sample_is_drawn_again_from_its_seed(tmp_path):
+    done = plain("--max_steps", 2, "--prompts_per_step", 4, "--num_generations", 4, "--eval_steps", 0, "--save_steps", 1,
+                 "--out", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    drawn = set()
+    for step, weights in enumerate(("tiny", "step_1")):
+        policy = Policy.from_folder(tmp_path / "run" / weights)
+        for line in (tmp_path / f"run/rollouts/step_{step}.jsonl").read_text().splitlines():
+            r = json.loads(line)
+            [(ids, logps)] = sample(policy, [r["prompt_ids"]], 4, 1.0, [r["seed"]], [12])
+            assert ids == r["completion_ids"] and logps == pytest.approx(r["sampler_logps"], abs=1e-5)
+            drawn.add(r["seed"])
+    assert len(drawn) == 2 * 4 * 4  # each its own, of 62 bits
+    assert 2**60 < max(drawn) < 2**62
 
 
 @pytest.mark.parametrize("flags, words", [

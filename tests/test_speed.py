@@ -190,7 +190,7 @@ def test_update_balances_by_cost(monkeypatch):
     batch = [ranks.rollout(i, [3], [5] * (n - 1)) for i, n in enumerate(lengths)]
     done, stats = [], {"tokens": torch.tensor(1)}
     monkeypatch.setattr(minigrpo, "micro_batch_loss", lambda policy, rollouts, masks, weights, old_logp, reference_logp, c: (
-        done[-1].extend(r.slot for r in rollouts), (torch.zeros((), requires_grad=True), stats))[1])
+        done[-1].extend(r.slot for r in rollouts), (torch.zeros((), requires_grad=True), stats, torch.zeros(sum(len(r.completion_ids) for r in rollouts))))[1])
     optimizer = types.SimpleNamespace(begin=lambda: None, step=lambda rate: 0.0)
     for rank in range(size):
         done.append([])
@@ -339,7 +339,7 @@ def test_decode_loop_refuses_the_log_probability_of_another_token():
     assert core.steps == 4 and gc.isenabled()
 
 
-# ---- Rollouts written while the update runs ----------------------------------------------------------------
+# ---- Rollouts written beside what follows ------------------------------------------------------------------
 
 def run_in(folder, **options) -> Run:
     run = Run(Config(out=str(folder), **options), types.SimpleNamespace(rank=0, gather=lambda value: [value]))
@@ -347,35 +347,62 @@ def run_in(folder, **options) -> Run:
     return run
 
 
-def test_a_row_is_recorded_after_its_rollouts(tmp_path, monkeypatch):
+def test_the_last_rollouts_are_kept_and_written_beside_the_next_update(tmp_path, monkeypatch):
     run, go, real = run_in(tmp_path, save_rollouts=2), threading.Event(), Run._write_rollouts
     monkeypatch.setattr(Run, "_write_rollouts", lambda *a: (go.wait(30), real(*a)))
     metrics = tmp_path / "metrics.jsonl"
-    run.write_rollouts(0, [ranks.rollout(0)])  # returns, though nothing is written
-    recording = threading.Thread(target=run.record, args=({"step": 0, "reward": float("nan")},))
+    run.write_rollouts()  # nothing yet
+    run.keep_rollouts(0, [ranks.rollout(0)])
+    run.record({"step": 0, "reward": float("nan")})
+    assert json.loads(metrics.read_text())["step"] == 0
+    run.write_rollouts()  # returns, though nothing is written
+    assert not list(tmp_path.glob("rollouts/*"))
+    recording = threading.Thread(target=run.record, args=({"step": 1},))  # this row waits for it
     recording.start()
     recording.join(0.3)
-    assert recording.is_alive() and metrics.read_text() == "" and not list(tmp_path.glob("rollouts/*"))
+    assert recording.is_alive() and len(metrics.read_text().splitlines()) == 1
     go.set()
     recording.join(30)
-    assert json.loads(metrics.read_text())["step"] == 0
+    assert (tmp_path / "rollouts/step_0.jsonl").read_text().endswith("\n")
     for step in range(1, 6):
-        run.write_rollouts(step, [ranks.rollout(slot, reward=step) for slot in range(3)])
-        run.record({"step": step})
+        run.keep_rollouts(step, [ranks.rollout(slot, reward=step) for slot in range(3)])
+        run.write_rollouts()
+        run.record({"step": step + 1})
         assert {p.name for p in tmp_path.glob("rollouts/*")} == {f"step_{s}.jsonl" for s in (step - 1, step)}
     kept = [json.loads(line) for line in (tmp_path / "rollouts/step_5.jsonl").read_text().splitlines()]
     assert [(r["slot"], r["reward"], r["completion_ids"]) for r in kept] == [(i, 5, [5, 6, 1]) for i in range(3)]
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(6))
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(7))
 
 
-def test_an_error_while_writing_rollouts_is_an_error_of_the_step(tmp_path):
+@pytest.mark.parametrize("begun", [False, True])
+def test_rollouts_are_written_before_the_checkpoint(tmp_path, monkeypatch, begun):
+    run, go, real = run_in(tmp_path), threading.Event(), Run._write_rollouts
+    monkeypatch.setattr(Run, "_write_rollouts", lambda *a: (go.wait(30), real(*a)))
+    run.keep_rollouts(0, [ranks.rollout(0)])
+    if begun:
+        run.write_rollouts()
+    run.world.size, nothing = 1, types.SimpleNamespace(
+        weights=torch.zeros(4), master=torch.zeros(4), save=lambda folder, source=None: None)
+    waiting = threading.Thread(target=lambda: run.save(nothing, nothing, tmp_path, 1))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive() and {p.name for p in tmp_path.glob("*")} == {"lock", "config.json", "metrics.jsonl", "rollouts"}
+    go.set()
+    waiting.join(30)
+    assert (tmp_path / "rollouts/step_0.jsonl").read_text().endswith("\n") and (tmp_path / "latest").exists()
+
+
+@pytest.mark.parametrize("then", ["the next row", "the checkpoint"])
+def test_an_error_while_writing_rollouts_is_an_error_of_the_run(tmp_path, then):
     run = run_in(tmp_path)
     (tmp_path / "rollouts").rmdir()
     (tmp_path / "rollouts").write_text("a file where a folder should be")
-    run.write_rollouts(0, [ranks.rollout(0)])
+    run.keep_rollouts(0, [ranks.rollout(0)])
+    run.record({"step": 0})
+    run.write_rollouts()
     with pytest.raises(NotADirectoryError, match="rollouts"):
-        run.record({"step": 0})
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+        run.record({"step": 1}) if then == "the next row" else run.save(None, None, tmp_path, 1)
+    assert not list(tmp_path.glob("step_*")) and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 # ---- The benchmark -----------------------------------------------------------------------------------------
@@ -393,12 +420,12 @@ def test_bench_on_two_cpu_ranks(tmp_path, monkeypatch, ragged):
     write_tokenizer(tmp_path / "model")
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # where the benchmark has its run folder
     flags = ["--ragged"] if ragged else []
-    ranks.finish(ranks.start(2, "tests/bench.py", tmp_path / "model", "--completion", 16, "--steps", 3, "--prompts", 2,
+    ranks.finish(ranks.start(2, "tests/bench.py", tmp_path / "model", "--completion", 16, "--steps", 4, "--prompts", 2,
                              "--generations", 4, "--label", "x", "--results", tmp_path / "results", *flags), 200)
     row = json.loads((tmp_path / "results/bench-x.json").read_text())
     assert set(row["parts_s"]) == {"wake", "push", "kv", "generate", "sleep", "reward", "update"}
     assert 0.9 < row["parts_over_step"] <= 1.02 and row["gpus"] == 2
-    assert row["pushes"] == 4 and row["checksums_equal"] and row["logprob_gap/mean"] < 1e-5
+    assert row["pushes"] == 5 and row["checksums_equal"] and row["logprob_gap/mean"] < 1e-5
     assert row["step_s"] <= row["wall_s"] and row["parts_s"]["update"] > 0 and row["engine_start_s"] > 0
     [run] = tmp_path.glob("bench-*/run")
     seeds = {step: [sample_seed(0, step, 0, slot) + i for slot in range(4) for i in range(4)] for step in range(3)}
@@ -410,7 +437,8 @@ def test_bench_on_two_cpu_ranks(tmp_path, monkeypatch, ragged):
         assert lengths == [bench.length(seed, 16) if ragged else 16 for seed in seeds[step]]
         assert len(set(lengths)) > 3 or not ragged
         trained.append(sum(lengths))
-    assert row["trained_tokens"] == (trained[1] + trained[2]) / 2
+    assert row["trained_tokens"] == statistics.median([*trained[1:], row["rows"][-1]["trained_tokens"]])
+    assert row["slowest_over_fastest_rank"] >= 1
     assert not list(run.glob("step_*")) and not (run / "latest").exists()
 
 

@@ -67,7 +67,8 @@ def test_split_is_the_same_run_as_colocate_and_says_when_it_is_finished(start, t
         assert len({tuple(r["prompt_ids"]) for r in ours}) == 5
         taught += sum(abs(r["advantage"]) for r in ours)
         for a, b in zip(ours, theirs, strict=True):
-            assert a.pop("sampler_logps") == pytest.approx(b.pop("sampler_logps"), abs=1e-5)
+            for key in ("sampler_logps", "trainer_logps"):
+                assert a.pop(key) == pytest.approx(b.pop(key), abs=1e-5)
             assert a == b  # token ids, rewards, advantages, slots
     assert taught > 0
     ours, theirs = (rows(run / "metrics.jsonl") for run in (split, colocated))

@@ -1,0 +1,198 @@
+"""--replay: the recorded rollouts of a run instead of an engine. The same loss, the same bits; other runs are refused."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_colocate import torchrun
+
+import minigrpo
+from checkpoint import RecordedEngine, UserError, recorded_steps
+from minigrpo import Config, Health, parse
+
+ROOT = Path(__file__).resolve().parent.parent
+FLAGS = ["--max_steps", "4", "--prompts_per_step", "6", "--num_generations", "6", "--eval_steps", "2"]
+VARYING = ("time/", "tokens_per_second", "mfu", "memory/", "eval/")
+
+
+def run(*flags):
+    """python minigrpo.py, one rank and no engine of vLLM."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run([sys.executable, ROOT / "minigrpo.py", *map(str, (*FLAGS, *flags))], capture_output=True,
+                          text=True, timeout=200, env=clean)
+
+
+def finished(*flags) -> str:
+    done = run(*flags)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def rows(out: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(VARYING)} for row in lines]
+
+
+def weights(out: Path) -> bytes:
+    return (out / "latest/model.safetensors").read_bytes()
+
+
+def rollouts(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.glob("rollouts/*")}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A run in which the policy sampled for itself."""
+    out = tmp_path_factory.mktemp("recorded") / "run"
+    finished("--out", out)
+    return out
+
+
+def test_replay_is_the_recorded_run_to_the_last_bit_and_so_is_another(recorded, tmp_path):
+    said = finished("--out", tmp_path / "a", "--replay", recorded)
+    assert "replays 4 steps" in said and "no evaluation" in said and "accuracy" not in said
+    assert (tmp_path / "a/tiny/model.safetensors").read_bytes() == (recorded / "tiny/model.safetensors").read_bytes()
+    assert rows(tmp_path / "a") == rows(recorded) and weights(tmp_path / "a") == weights(recorded)
+    assert rollouts(tmp_path / "a") == rollouts(recorded) and len(rollouts(recorded)) == 4
+    finished("--out", tmp_path / "b", "--replay", recorded)
+    assert rows(tmp_path / "b") == rows(tmp_path / "a") and weights(tmp_path / "b") == weights(tmp_path / "a")
+    metrics = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
+    assert [row["eval/accuracy"] for row in metrics] == [None] * 5
+
+
+def test_another_loss_of_the_same_completions(recorded, tmp_path):
+    finished("--out", tmp_path / "a", "--replay", recorded, "--loss_type", "dr_grpo", "--max_completion_length", 8,
+             "--max_steps", 3)
+    ours, theirs = rows(tmp_path / "a"), rows(recorded)
+    assert [row["step"] for row in ours] == [0, 1, 2, 3]  # fewer were wanted than were recorded
+    for a, b in zip(ours[:-1], theirs):
+        assert a["reward"] == b["reward"] and a["completions/mean_length"] == b["completions/mean_length"]
+    assert abs(ours[0]["loss"] - theirs[0]["loss"]) > 1e-3 * abs(theirs[0]["loss"])
+    assert abs(ours[0]["grad_norm"] / theirs[0]["grad_norm"] - 1) > 1e-3
+    assert weights(tmp_path / "a") != weights(recorded)
+
+
+def test_two_ranks_replay_a_colocated_run(tmp_path):
+    """Recorded by the real engine, on two ranks."""
+    flags = [ROOT / "minigrpo.py", *FLAGS, "--out"]
+    done = torchrun(2, *flags, tmp_path / "run", "--colocate")
+    assert done.returncode == 0, done.stderr[-3000:]
+    done = torchrun(2, *flags, tmp_path / "two", "--replay", tmp_path / "run")
+    assert done.returncode == 0, done.stderr[-3000:]
+    finished("--out", tmp_path / "one", "--replay", tmp_path / "run")
+    two, one, theirs = (rows(tmp_path / name) for name in ("two", "one", "run"))
+    assert theirs[0]["grad_norm"] > 0
+    for ours, steps in ((two, 4), (one, 1)):  # one rank adds up in another order, and later weights differ by it
+        for a, b in zip(ours[:steps], theirs):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6) and a["reward"] == b["reward"]
+            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-6)
+    finished("--out", tmp_path / "again", "--replay", tmp_path / "one")  # what a replay records can be replayed
+    assert weights(tmp_path / "again") == weights(tmp_path / "one")
+
+
+def test_a_killed_replay_continues(recorded, tmp_path):
+    out = tmp_path / "a"
+    finished("--out", out, "--replay", recorded, "--save_steps", 2)
+    shutil.rmtree(out / "step_4")
+    (out / "latest").unlink()
+    assert "continues after update 2" in finished("--out", out, "--replay", recorded, "--save_steps", 2)
+    assert rows(out) == rows(recorded) and weights(out) == weights(recorded)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--seed", 1], ["--seed 1", "recorded with 0"]),
+    (["--prompts_per_step", 5], ["--prompts_per_step 5", "recorded with 6"]),
+    (["--num_generations", 2], ["--num_generations 2", "recorded with 6"]),
+    (["--dynamic_sampling_rounds", 1], ["--dynamic_sampling_rounds 1", "recorded with 0"]),
+    (["--data", "digits", "p.jsonl"], ["--data digits p.jsonl", "recorded with digits"]),
+    (["--temperature", 0.5], ["--temperature 0.5", "recorded with 1.0"]),
+    (["--data", "p.jsonl"], ["--data p.jsonl", "recorded with digits"]),
+    (["--model", "other/model"], ["--model model", "recorded with tiny"])])
+def test_other_options_are_refused(recorded, flags, words):
+    with pytest.raises(UserError) as caught:
+        recorded_steps(parse([*FLAGS, "--replay", str(recorded), *map(str, flags)]))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("engine", ["--colocate", "--split"])
+def test_an_engine_beside_the_recorded_one_is_refused(engine):
+    with pytest.raises(minigrpo.UserError, match="--replay exclude"):
+        minigrpo.check(parse(["--replay", "run", engine]))
+
+
+def refused(out, *flags, words):
+    done = run("--out", out, *flags)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert all(word in line for word in words), line
+
+
+def broken(recorded, tmp_path) -> Path:
+    """A copy, to be damaged."""
+    return Path(shutil.copytree(recorded, tmp_path / "broken", symlinks=True))
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_missing_step_is_named(recorded, tmp_path, step):
+    copy = broken(recorded, tmp_path)
+    (copy / f"rollouts/step_{step}.jsonl").unlink()
+    c = parse([*FLAGS, "--replay", str(copy)])
+    with pytest.raises(UserError, match=f"step {step}: record with --save_rollouts"):
+        recorded_steps(c)
+    c.max_steps = step
+    assert recorded_steps(c) == step  # those before it are there
+
+
+def test_no_rollouts_no_run_and_the_run_itself(recorded, tmp_path):
+    copy = broken(recorded, tmp_path)
+    refused(copy, "--replay", copy, "--fresh", words=["written over", "--out"])
+    assert rollouts(copy) == rollouts(recorded) and weights(copy) == weights(recorded)
+    shutil.rmtree(copy / "rollouts")
+    refused(tmp_path / "out", "--replay", copy, words=["step 0", "--save_rollouts"])
+    refused(tmp_path / "out", "--replay", tmp_path / "nowhere", words=["nowhere/config.json", "--replay"])
+
+
+def ask(folder, step, **changes):
+    """The recorded engine for the completions of the first prompt of a step."""
+    r = json.loads((folder / f"rollouts/step_{step}.jsonl").read_bytes().splitlines()[0])
+    asked = {"prompt_ids": r["prompt_ids"], "seed": r["seed"], **changes}
+    engine = RecordedEngine(folder)
+    engine.wake({}, version=step)
+    return engine.generate([asked["prompt_ids"]], n=6, seeds=[asked["seed"]], temperature=1.0)
+
+
+def test_it_answers_by_seed_and_prompt(recorded):
+    want = [json.loads(line) for line in (recorded / "rollouts/step_1.jsonl").read_text().splitlines()[:6]]
+    assert ask(recorded, 1) == [[(r["completion_ids"], r["sampler_logps"]) for r in want]]
+    for changes in ({"seed": 5}, {"seed": want[1]["seed"]}, {"prompt_ids": [3, 4]}):
+        with pytest.raises(UserError, match=r"rollouts/step_1\.jsonl has completions of other prompts"):
+            ask(recorded, 1, **changes)
+
+
+@pytest.mark.parametrize("change", [
+    lambda line: line[:40], lambda line: "[" * 100000, lambda line: "3", lambda line: "\xff",
+    lambda line: line.replace('"completion_ids": [', '"completion_ids": ["x", '),
+    lambda line: line.replace('"sampler_logps": [', '"sampler_logps": [-1.0, '),
+    lambda line: line.replace('"sampler_logps": [', '"sampler_logps": [null], "x": ['),
+    lambda line: line.replace('"completion_ids": [', '"completion_ids": [], "x": ['),
+    lambda line: line.replace('"seed": ', '"seed": [1], "x": '), lambda line: line.replace('"seed"', '"speed"')])
+def test_damage_is_named(recorded, tmp_path, change):
+    file = broken(recorded, tmp_path) / "rollouts/step_1.jsonl"
+    first, second, *lines = file.read_text().splitlines()
+    file.write_bytes("\n".join([first, change(second), *lines]).encode("latin-1"))
+    with pytest.raises(UserError, match=r"rollouts/step_1\.jsonl, line 2, is damaged"):
+        ask(tmp_path / "broken", 1)
+
+
+def test_health_lets_the_gap_grow_in_a_replay():
+    for replay in ("", "runs/a"):
+        health, row = Health(Config(replay=replay)), {"entropy": 1.0, "skipped_updates": 0, "broken_logprobs": 0,
+                                                      "trained_tokens": 9}
+        for step in range(12):
+            health.check({**row, "step": step, "logprob_gap/mean": 0.001 if step < 10 else 9.0})
+        assert health.suspicious == (0 if replay else 2)

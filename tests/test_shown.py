@@ -1,0 +1,173 @@
+"""What a run shows beside its folder: completions on the console, metrics in TensorBoard and Weights & Biases."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import ranks
+
+from checkpoint import Report, Run
+from minigrpo import Config
+
+ROOT = Path(__file__).resolve().parent.parent
+ROW = {"step": 4, "reward": None, "time/step": 1.0, "completions/mean_length": 2.0, "logprob_gap/mean": 0.0,
+       "time/generate": 0.0, "time/update": 0.0, "time/wake": 0.0, "time/sleep": 0.0}
+
+# Packages that write down what is called. wandb: the history, of which the server keeps all but what is unfinished.
+WANDB = """
+import json, os, pathlib
+LOG = pathlib.Path(os.environ["FAKE_LOG"])
+class Error(Exception): pass
+def init(**options):
+    if os.environ.get("FAKE_LOGIN") == "no": raise Error("api_key not configured")
+    return Online(options)
+class Online:
+    def __init__(self, options):
+        self.id = options["id"]
+        self.step = max([0, *(s + 1 for kind, id, s in entries() if kind == "log" and id == self.id)])
+        self.write("init", {**options, "config": len(options["config"])})
+    def write(self, kind, what):
+        with LOG.open("a") as file: file.write(json.dumps([kind, self.id, what]) + "\\n")
+    def log(self, values, step):
+        assert values["step"] == step and None not in values.values()
+        self.write("log", step)
+    def finish(self): self.write("finish", None)
+def entries(): return [json.loads(line) for line in LOG.open()] if LOG.exists() else []
+"""
+
+
+def run(out, *flags, packages=None, **env):
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH")}
+    return subprocess.run(
+        [sys.executable, ROOT / "minigrpo.py", "--out", out, "--prompts_per_step", "4", "--num_generations", "4",
+         "--eval_steps", "0", *map(str, flags)], capture_output=True, text=True, timeout=200, cwd=out.parent,
+        env={**clean, "PYTHONPATH": str(packages or ""), "FAKE_LOG": str(out.parent / "fake.log"), **env})
+
+
+@pytest.fixture
+def fake_wandb(tmp_path):
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages/wandb.py").write_text(WANDB)
+    return tmp_path / "packages"
+
+
+def test_wandb_sees_every_step_once_though_the_run_was_killed(tmp_path, fake_wandb):
+    out, flags = tmp_path / "run", ("--report_to", "wandb", "--max_steps", 5, "--save_steps", 2)
+    reward = tmp_path / "reward.py"  # the process dies in the update after step_2 was saved and row 2 was shown
+    reward.write_text("import os\ndef die(completions, trainer_state, **columns):\n"
+                      "    if trainer_state.global_step == 3 and not os.path.exists('died'):\n"
+                      "        open('died', 'w').close(); os._exit(9)\n    return [0.0 for _ in completions]\n")
+    flags += ("--reward", f"{reward}:die", "--reward_workers", 0)
+    assert run(out, *flags, packages=fake_wandb).returncode == 9
+    done = run(out, *flags, packages=fake_wandb)
+    assert done.returncode == 0 and "continues after update 2" in done.stdout, done.stderr[-2000:]
+    entries = [json.loads(line) for line in (tmp_path / "fake.log").read_text().splitlines()]
+    assert [kind for kind, *_ in entries] == ["init", *["log"] * 3, "init", *["log"] * 3, "finish"]
+    assert [step for kind, _, step in entries if kind == "log"] == [0, 1, 2, 3, 4, 5]
+    assert {id for _, id, _ in entries} == {(out / "wandb_id").read_text()}
+    first = entries[0][2]
+    assert (first["project"], first["name"], first["resume"]) == ("minigrpo", "run", "allow") and first["config"] > 40
+    assert run(out, *flags, "--fresh", packages=fake_wandb).returncode == 0
+    entries = [json.loads(line) for line in (tmp_path / "fake.log").read_text().splitlines()][9:]
+    assert [step for kind, _, step in entries if kind == "log"] == [0, 1, 2, 3, 4, 5] and entries[0][1] != first["id"]
+
+
+def test_a_package_that_is_missing_is_named_before_anything_starts(tmp_path, fake_wandb):
+    (tmp_path / "wandb").mkdir()  # what wandb leaves where it was used is no package
+    for package in ("tensorboard", "wandb"):
+        hide = f"import sys, types; sys.modules[{package!r}] = types.ModuleType({package!r})\n"  # also an installed one
+        (tmp_path / "packages/sitecustomize.py").write_text(
+            hide + f"import importlib.machinery as m; sys.modules[{package!r}].__spec__ = m.ModuleSpec({package!r}, None)\n")
+        done = run(tmp_path / "run", "--report_to", package, packages=fake_wandb)
+        assert done.returncode == 1 and "Traceback" not in done.stderr
+        assert f"error: --report_to {package} needs a package: pip install {package}" in done.stderr
+        assert not (tmp_path / "run").exists()
+    assert run(tmp_path / "run", "--report_to", "mlflow").returncode == 2
+
+
+def test_wandb_without_a_login_is_one_line(tmp_path, fake_wandb):
+    done = run(tmp_path / "run", "--report_to", "wandb", packages=fake_wandb, FAKE_LOGIN="no")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: --report_to wandb: api_key not configured" in done.stderr
+
+
+def test_nothing_is_imported_or_written_unless_asked_for(tmp_path, fake_wandb):
+    for name in ("wandb", "tensorboard"):
+        (fake_wandb / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')\n")
+    done = run(tmp_path / "run", "--max_steps", 1, packages=fake_wandb)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not (tmp_path / "run/tensorboard").exists() and not (tmp_path / "run/wandb_id").exists()
+
+
+def test_tensorboard_holds_the_numbers_of_the_rows(tmp_path, monkeypatch):
+    board = types.SimpleNamespace(calls=[], SummaryWriter=lambda folder, purge_step: board)
+    board.add_scalar, board.flush = lambda *a: board.calls.append(a), lambda: board.calls.append("flush")
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    Report(["tensorboard"], tmp_path, 0, {})({"step": 3, "reward": 0.5, "kl": None})
+    assert board.calls == [("step", 3, 3), ("reward", 0.5, 3), "flush"]
+
+
+def test_real_tensorboard_shows_each_step_once(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    for first, steps in ((0, range(5)), (2, range(2, 6))):  # it had shown 2, 3 and 4 when it was killed
+        report = Report(["tensorboard"], tmp_path, first, {})
+        for step in steps:
+            report({"step": step, "reward": first + step / 8, "kl": None})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    shown = [(e.step, e.value) for e in events.Scalars("reward")]
+    assert shown == [(0, 0), (1, 0.125), (2, 2.25), (3, 2.375), (4, 2.5), (5, 2.625)]
+    assert events.Tags()["scalars"] == ["step", "reward"]
+
+
+# ---- Completions on the console ----------------------------------------------------------------------------
+
+def printed(capsys, rollouts, rank=0, **options) -> list[str]:
+    run = types.SimpleNamespace(c=Config(max_steps=10, **options), writes=rank == 0, recent=[])
+    Run.print_line(run, ROW, rollouts)
+    return capsys.readouterr().out.splitlines()
+
+
+def completion(i, **changes):
+    rollout = ranks.rollout(i, reward=float(i), advantage=i / 2)
+    rollout.prompt, rollout.completion = f"prompt {i}", f"answer {i}"
+    return types.SimpleNamespace(**{**vars(rollout), **changes})
+
+
+def test_completions_are_printed_from_over_the_prompts(capsys):
+    batch = [completion(i) for i in range(8)]
+    assert len(printed(capsys, batch)) == 1 and printed(capsys, batch, rank=1, log_completions=2) == []
+    assert printed(capsys, batch, log_completions=2)[1:] == [
+        "  'prompt 0' → 'answer 0'  reward 0.0  advantage 0.000", "  'prompt 4' → 'answer 4'  reward 4.0  advantage 2.000"]
+    assert len(printed(capsys, batch, log_completions=20)) == 9  # there are no more
+
+
+def test_what_a_model_wrote_does_not_reach_the_terminal_as_it_is(capsys):
+    [_, line] = printed(capsys, [completion(0, prompt="p" * 500 + "\x1b[2J", completion="\x1b]0;x\x07\r\n\u202e\x9b\ud83d" * 99,
+                                            reward=None)], log_completions=1)
+    assert line.isprintable() and "\\x1b[2J" in line and "\\x07\\r\\n\\u202e\\x9b\\ud83d" in line and "reward None" in line
+    assert line.startswith("  …'ppp") and "'…  reward" in line
+    [_, line] = printed(capsys, [completion(0, prompt="p" * 900, completion="c" * 900)], log_completions=1)
+    assert line.count("p") == 80 and line.count("c") == 240
+
+
+def test_the_last_message_is_the_prompt(capsys):
+    prompt = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1?"}]
+    [_, line] = printed(capsys, [completion(0, prompt=prompt)], log_completions=1)
+    assert line.startswith("  '1+1?' → 'answer 0'")
+
+
+def test_the_whole_program_prints_them(tmp_path):
+    done = run(tmp_path / "run", "--max_steps", 2, "--log_completions", 3)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stdout.splitlines() if " → " in line and "advantage" in line]
+    batch = [json.loads(line) for line in (tmp_path / "run/rollouts/step_0.jsonl").read_text().splitlines()]
+    assert len(lines) == 6 and lines[0] == (
+        f"  {batch[0]['prompt']!r} → {batch[0]['completion']!r}  reward {batch[0]['reward']}  "
+        f"advantage {batch[0]['advantage']:.3f}")
+    assert run(tmp_path / "run", "--log_completions", -1).returncode == 1
