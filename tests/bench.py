@@ -95,7 +95,7 @@ def world_with_clock(world_class, seen: dict):
     return Clocked
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--label", default="row", help="names the row and the file in results/")
@@ -109,7 +109,11 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--results", default=Path(__file__).resolve().parent.parent / "results", type=Path)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
 
     import checkpoint
     import colocate
