@@ -8,10 +8,6 @@
 One step: wake the engine and push every weight into it, generate a group of completions for each prompt, put
 the engine to sleep, score, turn rewards into advantages inside each group, update, record.
 
-Data parallel with a sharded optimizer: every rank holds the working weights (2 bytes a parameter in bf16)
-and, only while it trains, fp32 gradients (4); the fp32 master weights and Adam's moments (12) are cut over
-the ranks. One reduce-scatter and one all-gather a step. DDP would keep all 18 on every GPU.
-
 After the rollouts of all ranks are gathered, everything up to the gradient is a pure function of that one
 batch: advantages, denominators and the division of work are computed by every rank alike, so no rank can wait
 for another.
@@ -321,6 +317,17 @@ def learning_rate_at(step: int, c: Config) -> float:
 # ---- Rollouts ----------------------------------------------------------------------------------------------
 
 @dataclass
+class Inputs:
+    """What a run is given, read and checked."""
+
+    tokenizer: Tokenizer
+    prompts: PromptSet
+    held_out: dict[str, list[Prompt]]  # name of the data set → its prompts
+    scorer: Scorer
+    policy: Policy
+
+
+@dataclass
 class Rollout:
     """One completion. `slot` is its place in the batch of all ranks: prompt × num_generations + sample."""
 
@@ -361,21 +368,23 @@ def generate_rollouts(engine, prompts: list[tuple[int, Prompt]], step: int, toke
             for i, (ids, logps) in enumerate(group)]
 
 
-def replace_dull_groups(engine, rollouts: list[Rollout], mine: list[tuple[int, Prompt]],
-                        prompts: list[Prompt], step: int, tokenizer, scorer: Scorer, c: Config) -> None:
+def replace_dull_groups(engine, rollouts: list[Rollout], mine: list[tuple[int, Prompt]], step: int,
+                        inputs: Inputs, c: Config) -> None:
     """Dynamic sampling (DAPO, section 3.2): in place, groups without an advantage get another prompt.
 
     Which one follows from step, round and slot alone: no rank waits for another, and nothing is stored.
     """
     size, rounds = c.num_generations, c.dynamic_sampling_rounds
     for round in range(1, rounds + 1):
-        score_rollouts(rollouts, mine, scorer, c)
+        score_rollouts(rollouts, mine, inputs.scorer, c)
         advantages = group_advantages(rewards_of(rollouts, c)).abs().sum(1).tolist()
         dull = [group for group, size in enumerate(advantages) if size == 0]
-        indices = prompt_indices(step * (1 + rounds) + round, c.prompts_per_step, len(prompts), c.seed)
+        prompts, position = inputs.prompts.train, step * (1 + rounds) + round
+        indices = prompt_indices(position, c.prompts_per_step, len(prompts), c.seed)
         for group in dull:
-            mine[group] = mine[group][0], prompts[indices[mine[group][0]]]
-        fresh = generate_rollouts(engine, [mine[group] for group in dull], step, tokenizer, c, round)
+            slot, _ = mine[group]
+            mine[group] = slot, prompts[indices[slot]]
+        fresh = generate_rollouts(engine, [mine[group] for group in dull], step, inputs.tokenizer, c, round)
         for i, group in enumerate(dull):
             rollouts[group * size:(group + 1) * size] = fresh[i * size:(i + 1) * size]
 
@@ -394,21 +403,21 @@ def score_rollouts(rollouts: list[Rollout], prompts: list[tuple[int, Prompt]], s
             rollout.parts = {name: values[i] for name, values in result.parts.items()}
 
 
-def evaluate(engine, held_out: dict[str, list[Prompt]], tokenizer, scorer: Scorer, c: Config,
-             world: World) -> dict[str, float]:
+def evaluate(engine, inputs: Inputs, c: Config, world: World) -> dict[str, float]:
     """eval_metrics by the first reward function, every rank its share of the prompts of all sets."""
-    mine = world.share([*enumerate(p for prompts in held_out.values() for p in prompts)])
+    tokenizer, held_out = inputs.tokenizer, inputs.held_out
+    mine = world.share([*enumerate(itertools.chain.from_iterable(held_out.values()))])
     groups = engine.generate(
         [p.token_ids for _, p in mine], n=c.eval_num_generations, temperature=c.eval_temperature,
         max_tokens=c.eval_max_completion_length or c.max_completion_length,
         seeds=[sample_seed(c.seed, -1, 0, i) for i, _ in mine], eos_token_ids=tokenizer.eos_token_ids,
         stop=c.stop)
-    ids = [[ids for ids, _ in group] for group in groups]
-    scores = scorer.score([Group(p.prompt, [tokenizer.decode(x) for x in group], group, p.columns)
-                           for (_, p), group in zip(mine, ids)])
+    completions = [[ids for ids, _ in group] for group in groups]
+    scores = inputs.scorer.score([Group(p.prompt, [tokenizer.decode(ids) for ids in group], group, p.columns)
+                                  for (_, p), group in zip(mine, completions)])
     world.meet("evaluation")
     points = world.gather([[v or 0.0 for v in next(iter(s.parts.values()))] for s in scores])
-    points = itertools.chain.from_iterable(points)
+    points = itertools.chain.from_iterable(points)  # of every prompt, in order
     return eval_metrics({name: [*itertools.islice(points, len(p))] for name, p in held_out.items()})
 
 
@@ -549,9 +558,11 @@ def timed(seconds: dict, stage: str, world: World):
     seconds[f"time/{stage}"] = world.now() - start
 
 
-def load(c: Config, folder: Path, weights: Path,
-         world: World) -> tuple[Tokenizer, PromptSet, dict[str, list[Prompt]], Scorer, Policy]:
-    """Everything that can be wrong with the input, before an engine starts. Settles c.max_steps."""
+def load(c: Config, folder: Path, weights: Path, world: World) -> Inputs:
+    """Finds everything that can be wrong with the input, before an engine starts. Settles c.max_steps.
+
+    folder: the model as it was given. weights: that, or the last checkpoint.
+    """
     scorer = Scorer(list(c.reward), list(c.reward_weights) or None, c.reward_timeout, c.reward_workers)
     scorer.state["max_completion_length"] = c.max_completion_length
     config = ModelConfig.from_folder(folder)
@@ -588,7 +599,7 @@ def load(c: Config, folder: Path, weights: Path,
             raise UserError(f"{weights / 'config.json'} is not the one of {c.model}: --fresh starts anew")
     worthwhile = world.cuda and parameter_count(config) > 4e8  # smaller ones wait for the CPU anyway
     policy.training_mode({"auto": worthwhile, "on": True, "off": False}[c.compile], c.recompute)
-    return tokenizer, prompts, held_out, scorer, policy
+    return Inputs(tokenizer, prompts, held_out, scorer, policy)
 
 
 def plan_memory(c: Config, m: ModelConfig, size: int, ranks: int, card: int) -> tuple[str, int]:
@@ -633,50 +644,68 @@ def build_engine(c: Config, folder: Path, tokenizer: Tokenizer, policy: Policy, 
     return RemoteEngine(world.link, arguments)
 
 
-def train(c: Config, world: World) -> None:
-    """The run: seven stages a step; after the last update one more wake to evaluate what came out."""
-    run, stop, health = Run(c, world), Stop(), Health(c, world.rank == 0)
-    say = functools.partial(print, flush=True) if world.rank == 0 else lambda *a: None
-    if run.state.get("finished"):
-        return say(f"{run.folder} holds a finished run: {run.state.get('result')} (--fresh starts anew)")
-    start, before, after = run.state["step"], run.state.get("before"), None
-    folder = run.folder / "tiny" if c.model == "tiny" else checkpoint_folder(c.model)
-    if c.model == "tiny" and start == 0:
-        say(f"built-in tiny model: {WARM_START['steps']} supervised steps on sums with "
-            f"{WARM_START['wrong']:.0%} wrong answers come first, so that GRPO finds something to reward")
+def model_folder(c: Config, run: Run, world: World) -> Path:
+    """Where the model is that the run begins with; the tiny one is made here."""
+    if c.model != "tiny":
+        return checkpoint_folder(c.model)
+    folder = run.folder / "tiny"
+    if run.state["step"] == 0:
+        world.say(f"built-in tiny model: {WARM_START['steps']} supervised steps on sums with "
+                  f"{WARM_START['wrong']:.0%} wrong answers come first, so that GRPO finds something to reward")
         if world.rank == 0:
             data.write_digits_tokenizer(folder)
             write_tiny_model(folder, Tokenizer(folder), c.seed)
-        world.gather(None)
-    tokenizer, prompts, held_out, scorer, policy = load(c, folder, run.latest if start else folder, world)
+        world.gather(None)  # it is written
+    return folder
+
+
+def begin(c: Config, folder: Path, inputs: Inputs, run: Run, world: World) -> tuple:
+    """The engine and the optimizer, as they were after the run's last checkpoint."""
+    prompts, policy = inputs.prompts, inputs.policy
     if run.state.get("data", prompts.fingerprint) != prompts.fingerprint:
-        raise UserError(f"{' '.join(c.data)} changed since {run.folder} began: give another --out or --fresh")
+        raise UserError(f"{' '.join(c.data)} changed since {run.folder} began: give another --out or "
+                        "--fresh")
     run.begin()
-    say("\n".join([*prompts.notes, f"{sum(map(len, held_out.values()))} prompts to evaluate on"]))
-    if held_out:  # every row has every key
-        run.metrics |= eval_metrics({name: [[0.0] * c.eval_num_generations] for name in held_out})
-    engine = build_engine(c, folder, tokenizer, policy, world)
+    held_out = sum(map(len, inputs.held_out.values()))
+    world.say("\n".join([*prompts.notes, f"{held_out} prompts to evaluate on"]))
+    engine = build_engine(c, folder, inputs.tokenizer, policy, world)
     optimizer = ShardedAdamW(policy, c, world)  # after the engine: vLLM measures the memory that is free
-    say(f"{c.model} on {world.size} ranks, {c.max_steps} steps; everything is written to {run.folder}, "
-        f"a checkpoint in about {run.seconds_to_save(optimizer):.1f} s")
+    world.say(f"{c.model} on {world.size} ranks, {c.max_steps} steps; everything is written to {run.folder}, "
+              f"a checkpoint in about {run.seconds_to_save(optimizer):.1f} s")
     if c.beta:
         optimizer.keep_reference(Policy.from_folder(folder, "cpu", optimizer.weights.dtype))
-    if start:
+    if step := run.state["step"]:
         optimizer.load(run.latest / "optimizer")
         weights = optimizer.weights[optimizer.shard].to(optimizer.master.device)
         if not torch.equal(optimizer.master.bfloat16(), weights.bfloat16()):
             raise UserError(f"{run.latest.resolve()}: the optimizer is not that of model.safetensors: remove "
                             "it to continue from the checkpoint before, or use --fresh")
-        say(f"continues after update {start}")
+        world.say(f"continues after update {step}")
+    return engine, optimizer
+
+
+def train(c: Config, world: World) -> None:
+    """The run: seven stages a step; after the last update one more wake to evaluate what came out."""
+    run, stop, health = Run(c, world), Stop(), Health(c, world.rank == 0)
+    if run.state.get("finished"):
+        return world.say(f"{run.folder} holds a finished run: {run.state.get('result')} "
+                         "(--fresh starts anew)")
+    start, before, after = run.state["step"], run.state.get("before"), None
+    folder = model_folder(c, run, world)
+    inputs = load(c, folder, run.latest if start else folder, world)
+    prompts, policy, scorer = inputs.prompts, inputs.policy, inputs.scorer
+    engine, optimizer = begin(c, folder, inputs, run, world)
+    if inputs.held_out:  # every row has every key
+        run.metrics |= eval_metrics({name: [[0.0] * c.eval_num_generations] for name in inputs.held_out})
 
     for step in range(start, c.max_steps + 1):
         last, row, began = step == c.max_steps, {"step": step, "weight_version": step}, world.now()
         watch = functools.partial(timed, row, world=world)
         with watch("wake"):                                                                     # 1. wake
             engine.wake(policy.named_parameters(), version=step)
-        if held_out and c.eval_steps and (last or step % c.eval_steps == 0):
+        if inputs.held_out and c.eval_steps and (last or step % c.eval_steps == 0):
             with watch("eval"):
-                row |= evaluate(engine, held_out, tokenizer, scorer, c, world)
+                row |= evaluate(engine, inputs, c, world)
             after = row["eval/accuracy"]
             before = after if step == 0 else before
         if last:
@@ -686,8 +715,8 @@ def train(c: Config, world: World) -> None:
         indices = prompt_indices(first, c.prompts_per_step, len(prompts.train), c.seed)
         mine = world.share([(slot, prompts.train[i]) for slot, i in enumerate(indices)])
         with watch("generate"):                                                                 # 2. generate
-            rollouts = generate_rollouts(engine, mine, step, tokenizer, c)
-            replace_dull_groups(engine, rollouts, mine, prompts.train, step, tokenizer, scorer, c)
+            rollouts = generate_rollouts(engine, mine, step, inputs.tokenizer, c)
+            replace_dull_groups(engine, rollouts, mine, step, inputs, c)
         with watch("sleep"):                                                                    # 3. sleep
             engine.sleep()
         if world.cuda:
@@ -716,14 +745,14 @@ def train(c: Config, world: World) -> None:
             run.save(policy, optimizer, folder, step + 1, before=before, stopped=stopped,
                      data=prompts.fingerprint)
         if stopped:
-            say(f"stopped after update {step + 1}: the same command continues")
+            world.say(f"stopped after update {step + 1}: the same command continues")
             break
     if last:
         accuracy = "" if after is None else f"accuracy {before:.1%} → {after:.1%}, "
         result = f"{accuracy}model in {run.folder / f'step_{c.max_steps}'}"
         run.save(policy, optimizer, folder, c.max_steps, before=before, after=after, result=result,
                  finished=True, data=prompts.fingerprint)
-        say(f"done: {result}")
+        world.say(f"done: {result}")
     world.gather(None)  # nobody ends the engine, and with it the process group, while another still needs it
     run.close()
     scorer.close()

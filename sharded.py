@@ -95,6 +95,11 @@ class World:
                 raise  # the connection broke: the other rank says why
             raise Stalled(f"after {self.patience} at the end of {stage}: {error}") from None
 
+    def say(self, words: str) -> None:
+        """To the console, once."""
+        if self.rank == 0:
+            print(words, flush=True)
+
     def gather(self, value) -> list:
         """The value of every rank, in their order, on every rank. Values are pickled and travel by CPU."""
         values = [value] * self.size

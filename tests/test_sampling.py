@@ -13,9 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from data import Prompt, prompt_indices, sample_seed
+from data import Prompt, PromptSet, prompt_indices, sample_seed
 from minigrpo import (
-    Config, UserError, World, check, eval_metrics, evaluate, generate_rollouts, replace_dull_groups, score_rollouts)
+    Config, Inputs, UserError, World, check, eval_metrics, evaluate, generate_rollouts, replace_dull_groups,
+    score_rollouts)
 from rewards import Scores
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,13 +50,17 @@ class FakeScorer:
         return [Scores(r, {"fake": r}) for r in rewards]
 
 
+def inputs(scorer, held_out=()):
+    return Inputs(TOKENIZER, PromptSet(PROMPTS, [], [], ""), held_out, scorer, policy=None)
+
+
 def a_step(c, step, mine, differs):
     engine, scorer = FakeEngine(), FakeScorer(differs)
     first = step * (1 + c.dynamic_sampling_rounds)
     indices = prompt_indices(first, c.prompts_per_step, len(PROMPTS), c.seed)
     mine = [(slot, PROMPTS[indices[slot]]) for slot in mine]
     rollouts = generate_rollouts(engine, mine, step, TOKENIZER, c)
-    replace_dull_groups(engine, rollouts, mine, PROMPTS, step, TOKENIZER, scorer, c)
+    replace_dull_groups(engine, rollouts, mine, step, inputs(scorer=scorer), c)
     score_rollouts(rollouts, mine, scorer, c)
     return engine, scorer, mine, rollouts
 
@@ -126,13 +131,13 @@ def test_evaluation_uses_its_own_temperature_length_and_seeds():
     for rank in range(2):
         world, engine = Ranks(rank), FakeEngine()
         world.parts = [[[0.0] * 4] * 5]
-        evaluate(engine, held_out, TOKENIZER, FakeScorer(lambda p: p == 1), c, world)
+        evaluate(engine, inputs(FakeScorer(lambda p: p == 1), held_out), c, world)
         [(prompts, own, arguments)] = engine.asked
         assert arguments == {"max_tokens": 50, "temperature": 0.6, "eos_token_ids": [9], "stop": ()}
         seeds, values = seeds + own, values + world.value
     assert len({*seeds}) == 5 and values == [[1.0] * 4, [0.0, 1.0, 2.0, 3.0], *[[1.0] * 4] * 3]
     world.parts = [values[:2], values[2:]]
-    row = evaluate(FakeEngine(), held_out, TOKENIZER, FakeScorer(lambda p: False), c, world)
+    row = evaluate(FakeEngine(), inputs(FakeScorer(lambda p: False), held_out), c, world)
     assert row["eval/a/accuracy"] == (4 + 6 + 4) / 12 and row["eval/b/accuracy"] == 1.0
 
 
