@@ -377,8 +377,8 @@ def replace_dull_groups(engine, rollouts: list[Rollout], mine: list[tuple[int, P
     size, rounds = c.num_generations, c.dynamic_sampling_rounds
     for round in range(1, rounds + 1):
         score_rollouts(rollouts, mine, inputs.scorer, c)
-        advantages = group_advantages(rewards_of(rollouts, c)).abs().sum(1).tolist()
-        dull = [group for group, size in enumerate(advantages) if size == 0]
+        differs = group_advantages(rewards_of(rollouts, c)).any(1).tolist()
+        dull = [group for group, useful in enumerate(differs) if not useful]
         prompts, position = inputs.prompts.train, step * (1 + rounds) + round
         indices = prompt_indices(position, c.prompts_per_step, len(prompts), c.seed)
         for group in dull:
@@ -651,7 +651,8 @@ def model_folder(c: Config, run: Run, world: World) -> Path:
     folder = run.folder / "tiny"
     if run.state["step"] == 0:
         world.say(f"built-in tiny model: {WARM_START['steps']} supervised steps on sums with "
-                  f"{WARM_START['wrong']:.0%} wrong answers come first, so that GRPO finds something to reward")
+                  f"{WARM_START['wrong']:.0%} wrong answers come first, so that GRPO finds something to "
+                  "reward")
         if world.rank == 0:
             data.write_digits_tokenizer(folder)
             write_tiny_model(folder, Tokenizer(folder), c.seed)
