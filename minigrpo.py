@@ -193,7 +193,7 @@ def check(c: Config) -> None:
     if 0 < c.delta <= 1 + (c.epsilon_high or c.epsilon):
         raise UserError(f"--delta {c.delta}: use more than 1 + epsilon_high, e.g. 2, or 0 for none")
     if c.colocate + c.split + bool(c.replay) > 1:
-        raise UserError("--colocate, --split and --replay exclude each other: use one, --colocate to train")
+        raise UserError("--colocate, --split and --replay exclude each other: use --colocate, the fastest")
     if (c.colocate or c.split) and "RANK" not in os.environ:
         raise UserError(f"{'--split' if c.split else '--colocate'} runs under torchrun: torchrun "
                         f"--nproc_per_node={1 + c.split} {' '.join(sys.argv)}")
@@ -452,9 +452,8 @@ def divide(policy: Policy, rollouts: list[Rollout], c: Config, world: World) -> 
 
 def update(policy: Policy, optimizer: ShardedAdamW, rollouts: list[Rollout], learning_rate: float, c: Config,
            world: World) -> dict:
-    """num_iterations passes over the batch of all ranks, each in num_minibatches optimizer steps.
-    Returns the sums behind the metrics, over all ranks; rank 0 fills in `trainer_logps` for all. The only
-    other collectives are the optimizer's."""
+    """num_iterations passes over the batch of all ranks, each in num_minibatches optimizer steps. Returns the
+    sums behind the metrics, over all ranks; on rank 0 also fills in the rollouts' `trainer_logps`."""
     groups = len(rollouts) // c.num_generations
     cuts = [m * groups // c.num_minibatches * c.num_generations for m in range(c.num_minibatches + 1)]
     steps = [divide(policy, rollouts[low:high], c, world) for low, high in itertools.pairwise(cuts)]
@@ -477,19 +476,27 @@ def update(policy: Policy, optimizer: ShardedAdamW, rollouts: list[Rollout], lea
         norms.append(optimizer.step(learning_rate))
     for stats in sums[len(steps[0][0]):]:
         del stats["ratio_error_max"]  # it is to be 0 where nothing has moved yet
-    first = seen[:sum(len(batches) for batches, _ in steps)] if c.save_rollouts else []
-    mine = [(r.slot, len(r.completion_ids)) for batch, _ in first for r in batch]
-    logps = torch.cat([logp for _, logp in first]).cpu() if first else torch.empty(0)
-    ranks = world.gather((add_up([{k: v.item() for k, v in stats.items()} for stats in sums]), mine, logps))
-    by_slot = {r.slot: r for r in rollouts}
-    for _, places, logps in ranks if world.rank == 0 else ():  # it writes them down
-        for (slot, _), part in zip(places, logps.split([n for _, n in places])):
-            by_slot[slot].trainer_logps = part.tolist()
-    whole = {**dict.fromkeys(("loss", "tokens"), 0), **add_up([part for part, *_ in ranks])}
+    if c.save_rollouts:
+        gather_trainer_logps(seen[:sum(len(batches) for batches, _ in steps)], rollouts, world)
+    ranks = world.gather(add_up([{k: v.item() for k, v in stats.items()} for stats in sums]))
+    whole = {**dict.fromkeys(("loss", "tokens"), 0), **add_up(ranks)}
     return {**whole, "loss": whole["loss"] / len(norms), "grad_norm": sum(norms) / len(norms),
             "skipped": sum(not math.isfinite(norm) for norm in norms),
             "trained_lengths": [n for _, lengths in steps for n in lengths] * c.num_iterations,
             "broken_logprobs": sum(not math.isfinite(p) for r in rollouts for p in r.sampler_logps)}
+
+
+def gather_trainer_logps(seen: list[tuple[list[Rollout], torch.Tensor]], rollouts: list[Rollout],
+                         world: World) -> None:
+    """seen: the micro-batches of this rank, with the log-probabilities of their tokens, [T]. Fills them in on
+    rank 0, which writes the rollouts of all ranks down."""
+    lengths = [(r.slot, len(r.completion_ids)) for batch, _ in seen for r in batch]
+    logps = torch.cat([logp for _, logp in seen]).cpu() if seen else torch.empty(0)  # one transfer
+    by_slot = {r.slot: r for r in rollouts}
+    everywhere = world.gather((lengths, logps))
+    for lengths, logps in everywhere if world.rank == 0 else ():
+        for (slot, _), part in zip(lengths, logps.split([n for _, n in lengths])):
+            by_slot[slot].trainer_logps = part.tolist()
 
 
 def completion_logprobs(policy: Policy, rollouts: list[Rollout], c: Config):

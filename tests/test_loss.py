@@ -569,8 +569,8 @@ def test_trainer_logps_of_two_ranks_are_written_by_the_first_and_only_where_roll
     world.gather = lambda value: (calls.append(value), [value])[1]
     assign_advantages(batch, c)
     update(policy, ShardedAdamW(policy, c, world), batch, 0.0, c, world)
-    [(_, places, logps)] = calls
-    assert places == [] and logps.numel() == 0 and {r.trainer_logps for r in batch} == {None}
+    [sums] = calls  # nothing else travels
+    assert sums["tokens"] > 0 and {r.trainer_logps for r in batch} == {None}
 
 
 def test_leave_one_out_by_hand():

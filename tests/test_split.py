@@ -253,7 +253,7 @@ def test_mistakes_with_split_name_what_to_do(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert "torchrun --nproc_per_node=2" in (text := refusal(1, split=True)) and "--split" in text
     monkeypatch.setenv("RANK", "0")
-    assert "--colocate and --split" in (text := refusal(2, split=True, colocate=True)) and "use --colocate" in text
+    assert "--colocate, --split" in (text := refusal(2, split=True, colocate=True)) and "use --colocate" in text
     assert "--split needs 2 ranks" in (text := refusal(1, split=True))
     assert "--nproc_per_node=2" in text and "--colocate" in text
     monkeypatch.setenv("WORLD_SIZE", "2")
