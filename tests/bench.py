@@ -84,11 +84,11 @@ def measured(engine_class, args, seen: dict):
 
 
 def world_with_clock(world_class, seen: dict):
-    """World, writing down how long each rank's forward and backward passes take."""
+    """World, writing down how long each rank takes where they work apart."""
     class Clocked(world_class):
         def meet(self, stage: str) -> None:
-            if stage == "the backward passes":
-                seen["backward"].append(self.gather(self.now() - self.began))
+            if stage in ("generate", "the backward passes"):
+                seen["by_rank"].setdefault(stage, []).append(self.gather(self.now() - self.began))
             super().meet(stage)
             self.began = self.now()
 
@@ -118,7 +118,7 @@ def main() -> None:
     import checkpoint
     import colocate
     import minigrpo
-    seen = {"wakes": [], "times": [], "checksums": [], "generate": [], "tokens": [], "wake_extra_mib": [], "backward": []}
+    seen = {"wakes": [], "times": [], "checksums": [], "generate": [], "tokens": [], "wake_extra_mib": [], "by_rank": {}}
     minigrpo.ColocatedEngine = colocate.ColocatedEngine = measured(colocate.ColocatedEngine, args, seen)
     minigrpo.World = world_with_clock(minigrpo.World, seen)
     checkpoint.Run.save = lambda *a, **k: None
@@ -169,7 +169,10 @@ def report(args, c, seen: dict, rows: list[dict], gpus: int) -> None:
         "seconds_per_million_trained_tokens": whole / median(r["trained_tokens"] for r in rows) * 1e6,
         "engine_start_s": seen.get("engine_start"), "first_rollout_s": seen.get("first_rollout"),
         "awake_gib": seen.get("awake_gib"), "wake_extra_mib": max(seen["wake_extra_mib"], default=None),
-        "slowest_over_fastest_rank": median(max(times) / min(times) for times in seen["backward"][1:]),
+        "seconds_by_rank": {stage: [median(times) for times in zip(*steps[1:])]
+                            for stage, steps in seen["by_rank"].items()},
+        "slowest_over_fastest_rank": {stage: median(max(times) / min(times) for times in steps[1:])
+                                      for stage, steps in seen["by_rank"].items()},
         **{key: (lambda values: median(values) if values else None)([r[key] for r in rows if r[key] is not None])
            for key in ("mfu", "memory/peak_gib", "memory/asleep_gib", "logprob_gap/mean", "grad_norm")},
         "checksums_equal": all(c is None or c[0] == c[1] for c in seen["checksums"]),
@@ -185,8 +188,8 @@ def report(args, c, seen: dict, rows: list[dict], gpus: int) -> None:
           f"{row['seconds_per_million_trained_tokens']:.1f} s/Mtok"
           f" | MFU {number(row['mfu'], '.1%')} | GiB peak {number(row['memory/peak_gib'], '.1f')} asleep "
           f"{number(row['memory/asleep_gib'], '.1f')} awake {number(row['awake_gib'], '.1f')}, a wake adds "
-          f"{number(row['wake_extra_mib'], '.0f')} MiB | forward and backward of the slowest rank "
-          f"{row['slowest_over_fastest_rank']:.3f} of the fastest's"
+          f"{number(row['wake_extra_mib'], '.0f')} MiB | slowest over fastest rank "
+          + ", ".join(f"{stage} {ratio:.3f}" for stage, ratio in row["slowest_over_fastest_rank"].items()) +
           f" | gap {row['logprob_gap/mean']:.4f}, checksum {'equal' if row['checksums_equal'] else 'DIFFERS'} at"
           f" {row['pushes']} pushes | engine {number(row['engine_start_s'], '.1f')} s, first rollout"
           f" {number(row['first_rollout_s'], '.1f')} s", flush=True)

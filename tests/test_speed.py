@@ -438,7 +438,8 @@ def test_bench_on_two_cpu_ranks(tmp_path, monkeypatch, ragged):
         assert len(set(lengths)) > 3 or not ragged
         trained.append(sum(lengths))
     assert row["trained_tokens"] == statistics.median([*trained[1:], row["rows"][-1]["trained_tokens"]])
-    assert row["slowest_over_fastest_rank"] >= 1
+    for stage in ("generate", "the backward passes"):
+        assert row["slowest_over_fastest_rank"][stage] >= 1 and len(row["seconds_by_rank"][stage]) == 2
     assert not list(run.glob("step_*")) and not (run / "latest").exists()
 
 
