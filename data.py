@@ -44,108 +44,129 @@ class UserError(ValueError):
 # ---- The tokenizer -----------------------------------------------------------------------------------------
 
 class Tokenizer:
-    """The tokenizer.json, tokenizer_config.json, chat template and EOS ids of a Hugging Face folder.
+    """The tokenizer.json, special tokens, EOS ids and chat template of a Hugging Face folder.
 
-    chat_template: path of a jinja file that overrides the model's template, or the name of one where the
-    model has several. chat_template_kwargs: a JSON object of what the template is given besides the messages.
+    chat_template: the path of a jinja file to use instead of the model's template, or the name of one of
+    them where the model has several. chat_template_kwargs: a JSON object with keywords for the template.
     Raises UserError when a file is missing or broken, and for keywords that the template does not mention.
     """
 
     def __init__(self, folder: str | Path, chat_template: str | None = None, chat_template_kwargs: str = ""):
         self.folder = Path(folder)
+        self._tokenizer = self._load_tokenizer()
+        model, generation, special, config = (_read_object(self.folder / f"{name}.json") for name in (
+            "config", "generation_config", "special_tokens_map", "tokenizer_config"))
+        # A special token is written as text, or as an object with its text under "content".
+        tokens = {name: token.get("content") if isinstance(token, dict) else token
+                  for name, token in {**special, **config}.items() if name.endswith("_token")}
+        self._special = {name: token for name, token in tokens.items() if isinstance(token, str)}
+        self.eos_token_ids = self._find_eos(generation, model)
+        self._bos = self._find_bos(config.get("add_bos_token"))
+        keywords = _parse_keywords(chat_template_kwargs)
+        self._template = self._load_template(config.get("chat_template"), chat_template, keywords)
+
+    def _load_tokenizer(self) -> tokenizers.Tokenizer:
         file = self.folder / "tokenizer.json"
         if not file.is_file():
             raise UserError(f"{file} is missing: --model needs a Hugging Face folder with a tokenizer.json")
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing more precise
             raise UserError(f"{file} cannot be read ({error}): fetch the model again") from None
-        # Some tokenizer.json carry padding or truncation, which would change prompts without a word.
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self.vocab_size = self._tokenizer.get_vocab_size()  # the model's embedding may have more rows
-        names = ("config", "generation_config", "special_tokens_map", "tokenizer_config")
-        files = [self.folder / f"{name}.json" for name in names]
-        base, generation, special, config = (
-            _parse_json(file, _read_text(file)) if file.is_file() else {} for file in files)
-        for where, read in zip(files, (base, generation, special, config)):
-            if not isinstance(read, dict):
-                raise UserError(f"{where} holds no JSON object {{…}}: fetch the model again")
-        tokens = {name: token.get("content") if isinstance(token, dict) else token
-                  for name, token in {**special, **config}.items() if name.endswith("_token")}
-        self._special = {name: token for name, token in tokens.items() if isinstance(token, str)}
-        bos, eos = (self._tokenizer.token_to_id(self._special.get(name, ""))
-                    for name in ("bos_token", "eos_token"))
-        ids = next((c["eos_token_id"] for c in (generation, base) if c.get("eos_token_id") is not None), [])
-        # The tokenizer's own too: chat models end their turn with it, and some configs name only the base's.
-        ids = [*(ids if isinstance(ids, list) else [ids]), *([] if eos is None else [eos])]
+        # The file may ask for padding or truncation, which would silently change the prompts.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
+
+    def _find_eos(self, generation: dict, model: dict) -> list[int]:
+        """Sorted ids: those of generation_config.json, or else of config.json, and the tokenizer's own.
+
+        Chat models end their turn with the tokenizer's, and some configs name only that of the base model.
+        """
+        ids = next((c["eos_token_id"] for c in (generation, model) if c.get("eos_token_id") is not None), [])
+        ids = ids if isinstance(ids, list) else [ids]
+        own = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        if own is not None:
+            ids = [*ids, own]
         if wrong := [i for i in ids if type(i) is not int or not 0 <= i < 2**31]:
             raise UserError(f"{self.folder}: eos_token_id {wrong[0]!r} in generation_config.json or "
                             "config.json is no token id: correct it")
-        self.eos_token_ids = sorted(set(ids))
-        if not self.eos_token_ids:
+        if not ids:
             raise UserError(f"{self.folder} names no EOS token: put eos_token_id into generation_config.json")
-        if config.get("add_bos_token") is None:
-            # Added tokens can always be encoded, so this shows what the post-processor puts before a text.
-            try:
-                probe = self._tokenizer.encode(self._tokenizer.id_to_token(self.eos_token_ids[0]) or "")
-            except Exception as error:  # as above
-                raise UserError(f"{file} cannot encode its EOS ({error}): fetch the model again") from None
-            bos = probe.ids[0] if probe.special_tokens_mask[:1] == [1] else None
-        self._bos = [] if bos is None or config.get("add_bos_token") is False else [bos]
-        keywords = _template_keywords(chat_template_kwargs)
-        self._template = self._load_template(config.get("chat_template"), chat_template, keywords)
-        self.has_chat_template = self._template is not None
+        return sorted(set(ids))
+
+    def _find_bos(self, add_bos_token: bool | None) -> list[int]:
+        """[id of the token that every prompt begins with], or [] where prompts begin with none."""
+        if add_bos_token is False:
+            return []
+        if add_bos_token is not None:
+            bos = self._tokenizer.token_to_id(self._special.get("bos_token", ""))
+            return [] if bos is None else [bos]
+        # Where tokenizer_config.json does not say, the tokenizer's post-processor decides. Encoding any text
+        # shows whether it puts a token in front. EOS is a text that every tokenizer can encode.
+        try:
+            probe = self._tokenizer.encode(self._tokenizer.id_to_token(self.eos_token_ids[0]) or "")
+        except Exception as error:  # the library raises nothing more precise
+            raise UserError(f"{self.folder / 'tokenizer.json'} cannot encode its EOS ({error}): "
+                            "fetch the model again") from None
+        return probe.ids[:1] if probe.special_tokens_mask[:1] == [1] else []
 
     def _load_template(self, configured, override: str | None, keywords: dict) -> jinja2.Template | None:
-        """From a file, else one of the templates that tokenizer_config.json has `configured`."""
+        """The template to use. configured: the chat_template of tokenizer_config.json."""
         file = Path(override) if override else self.folder / "chat_template.jinja"
         if file.is_file():
             return _compile_template(_read_text(file), str(file), self._special, keywords)
-        if isinstance(configured, str):
-            configured = [{"name": "default", "template": configured}]
         where, name = self.folder / "tokenizer_config.json", override or "default"
-        try:
-            named = {str(entry["name"]): entry["template"] + "" for entry in configured or []}
-        except (LookupError, TypeError):
-            raise UserError(f"{where}: chat_template is neither text nor a list of {{name, template}}; "
-                            "--chat_template FILE gives another") from None
-        if name not in named and (named or override):
+        named = _named_templates(configured, where)
+        if name in named:
+            return _compile_template(named[name], f"{where} ({name})", self._special, keywords)
+        if named or override:
             listed = ", ".join(sorted(named)) or "none"
             raise UserError(f"--chat_template {name}: no file, nor a template in {where} (has: {listed})")
-        if named:
-            return _compile_template(named[name], f"{where} ({name})", self._special, keywords)
         if keywords:
             raise UserError(f"--chat_template_kwargs: {self.folder} has no chat template: leave it away, or "
                             "give --chat_template FILE")
         return None
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
     def render(self, prompt: str | list[dict]) -> str:
-        """Text as it is; messages up to where the answer starts, without a template their contents alone."""
+        """The text that the model sees. A text stays as it is; messages go through the chat template, up to
+        where the answer starts. Without a template their contents are joined by empty lines.
+
+        Raises UserError for messages that the template refuses.
+        """
         if isinstance(prompt, str):
             return prompt
         if self._template is None:
             return "\n\n".join(message["content"] for message in prompt)
         try:
             return self._template.render(messages=prompt)
-        except Exception as error:  # its raise_exception, or whatever its code makes of these messages
+        except Exception as error:  # the template called raise_exception, or its code fails on these messages
             raise UserError(f"the chat template of {self.folder} refuses these messages: {error}") from error
 
     def encode(self, prompt: str | list[dict]) -> list[int]:
-        """Token ids of a text or of messages. Raises UserError for what has no tokens."""
+        """Token ids of a text or of messages. Raises UserError for text that cannot be encoded."""
         return self.encode_texts([self.render(prompt)])[0]
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """The same for many rendered prompts, on all cores; an error quotes the first of them."""
+        """Token ids of many rendered prompts, encoded on all cores.
+
+        Raises UserError when one of them cannot be encoded. The library does not say which; the message
+        quotes the first, so only that of a single text names the culprit.
+        """
         encoded = []
         try:
-            for start in range(0, len(texts), 1000):  # in parts: the result takes 100 bytes a token
+            for start in range(0, len(texts), 1000):  # in parts: the library's results take 100 bytes a token
                 part = self._tokenizer.encode_batch_fast(texts[start:start + 1000], add_special_tokens=False)
                 encoded += [encoding.ids for encoding in part]
         except Exception as error:  # a character outside the vocabulary, or half of a surrogate pair
             raise UserError(
                 f"the tokenizer of {self.folder} cannot encode {texts[0][:60]!r} ({error})") from None
-        # BOS once: the template and the post-processor may both write it. Nothing that the latter appends.
+        # Exactly one BOS: a template may have written it already. The post-processor is switched off
+        # (add_special_tokens=False), because it may also append EOS, and the model has yet to answer.
         return [ids if ids[:1] == self._bos else self._bos + ids for ids in encoded]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -153,7 +174,8 @@ class Tokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
-def _template_keywords(text: str) -> dict:
+def _parse_keywords(text: str) -> dict:
+    """The value of --chat_template_kwargs."""
     try:
         keywords = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -164,15 +186,32 @@ def _template_keywords(text: str) -> dict:
     return keywords
 
 
+def _named_templates(configured, where: Path) -> dict[str, str]:
+    """{name: template} from the chat_template of tokenizer_config.json: a text, a list of them, or None."""
+    if isinstance(configured, str):
+        return {"default": configured}
+    try:
+        named = {str(entry["name"]): entry["template"] for entry in configured or []}
+        if not all(isinstance(template, str) for template in named.values()):
+            raise TypeError
+    except (LookupError, TypeError):
+        raise UserError(f"{where}: chat_template is neither text nor a list of {{name, template}}; "
+                        "--chat_template FILE gives another") from None
+    return named
+
+
 def _compile_template(source: str, where: str, special: dict, keywords: dict) -> jinja2.Template:
-    """With the settings and helpers of transformers, for which templates are written."""
+    """Compiles with the settings and helpers of transformers, because templates are written for those.
+
+    special: {"eos_token": text, …}. Raises UserError for a broken template and for unknown keywords.
+    """
     def raise_exception(message):
         raise jinja2.TemplateError(message)
 
     # Sandboxed: a template is code that came with somebody's weights.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    # None for tools and documents: templates ask `is not none`, which is true of an undefined name.
+    # tools and documents must be None: templates ask `tools is not none`, which holds for an undefined name.
     environment.globals.update(special, tools=None, documents=None, add_generation_prompt=True,
                                raise_exception=raise_exception, strftime_now=time.strftime)
     environment.filters["tojson"] = (  # jinja's own writes < > & ' as \u escapes, for HTML
@@ -180,13 +219,13 @@ def _compile_template(source: str, where: str, special: dict, keywords: dict) ->
     try:
         template = environment.from_string(source, globals=keywords)
         mentioned = jinja2.meta.find_undeclared_variables(environment.parse(source))
-    except Exception as error:  # TemplateSyntaxError, or too deep for jinja, or for the Python that it writes
+    except Exception as error:  # a syntax error, or nesting too deep for jinja or for the Python it generates
         raise UserError(f"{where}, line {getattr(error, 'lineno', 1)}: not a jinja template: "
                         f"{getattr(error, 'message', error)}; --chat_template FILE gives another") from None
-    takes = mentioned - {"messages", *environment.globals}  # these it is given by us
-    for name in keywords.keys() - takes:  # would do nothing, without a word
-        raise UserError(f"--chat_template_kwargs {name!r} is no keyword of {where}: " + (
-            f"it takes {', '.join(sorted(takes))}" if takes else "it takes none, leave the option away"))
+    accepted = mentioned - {"messages", *environment.globals}  # the latter are set here, not by the user
+    if unknown := sorted(keywords.keys() - accepted):  # jinja would ignore them without a word
+        takes = ", ".join(sorted(accepted)) or "none, leave the option away"
+        raise UserError(f"--chat_template_kwargs {unknown[0]!r} is no keyword of {where}: it takes {takes}")
     return template
 
 
@@ -444,6 +483,16 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = error.object[:error.start].count(b"\n") + 1
         raise UserError(f"{path}, line {line}: not UTF-8 text; save the file as UTF-8") from None
+
+
+def _read_object(path: Path) -> dict:
+    """The JSON object in a file of the model's folder; {} where there is no such file."""
+    if not path.is_file():
+        return {}
+    value = _parse_json(path, _read_text(path))
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object {{…}}: fetch the model again")
+    return value
 
 
 def _parse_json(place: str | Path, text: str, line: int | None = None):
