@@ -44,298 +44,6 @@ class UserError(ValueError):
     """Something the person who started the run can fix: says what, where, and what to do."""
 
 
-# ---- Built-in rewards --------------------------------------------------------------------------------------
-
-# A minus is a sign only where no operand stands before it: "x = -5" ends in -5, "20-5" in 5.
-SIGN, POWER = r"(?a)(?:(?<![\w.)\]}])-)?\\?\$?", r"(?:[eE][-+]?\d{1,3}(?!\d))?"
-NUMBER = SIGN + r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)" + POWER
-WORDS = r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
-UNITS = (r"(?:square |cubic )?(?:[ckm]m|kg|units?|degrees?|meters?|inch(?:es)?|feet|miles?|hours?|minutes?|"
-         r"seconds?|days?|years?|dollars?|cents?|percent)")
-# One spelling for what has several, applied in this order.
-SPELLINGS = [
-    (r"\s+", " "),
-    (r"\\\\", ";"),  # rows of a matrix
-    (r"\\(?:left|right|displaystyle)(?![a-z])|\\[!,;: ]|\\?[$%]|\^\s*\{?\s*\\circ\s*\}?|°", ""),
-    (r"^\s*[a-zA-Z]\s*=(?!.*=)", ""),  # x = 5
-    (r"(?<=[\w)}])\s*(?:" + WORDS + r"|(?<=\d)\s*" + UNITS + r")(?:\s*\^\s*\{?\d\}?)?[\s.]*$", ""),
-    (WORDS, r" \1 "),
-    (r"\s(?:and|or)\s", ","),
-    (r"(?<![\d.,])\d{1,3}(?:(?:[, ]|\{,\})\d{3})+(?![\d,/])", lambda number: re.sub(r"\D", "", number[0])),
-    (r"\\[dtc]?frac\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})", r" \1\2/\3\4"),
-    (r"(\\sqrt|[\^_])\s*\{(\w)\}", r"\1\2"),
-    (r"\\(?:[dtc](?=frac)|(?=[a-zA-Z{}]))", ""),
-    (r"^\s*(?:\(([^(){},]*)\)|\{([^(){}]*)\})[\s.]*$", r"\1\2"),  # (C), {1, 2}
-]
-EXACT = re.compile(r"([-+]?)\s*(?:(\d+)\s+(?=\d+\s*/))?([\d.]+" + POWER + r")(?:\s*/\s*(-?[\d.]+))?")
-OPERATIONS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.USub: Fraction.__neg__,
-              ast.Mult: Fraction.__mul__, ast.Div: Fraction.__truediv__}
-
-
-def _text(completion):
-    text = completion if isinstance(completion, str) else completion[-1]["content"]
-    return text.replace("\u2212", "-")  # the typographic minus
-
-
-def _final(text, unmarked):
-    r"""The part of `text` that states its answer: the last \boxed{}, ####, <answer>, or else `unmarked`."""
-    text = re.sub(r"\\boxed\s*([^\s{$]+)", r"\\boxed{\1}", text.replace(r"\fbox", r"\boxed"))  # \boxed 5
-    _, boxed, rest = text.rpartition(r"\boxed")
-    if boxed:
-        depth = 0
-        for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if brace[0] == "}" and depth == 0:
-                return rest[: brace.start()].partition("{")[2]
-        return ""  # cut off before its brace closed: no answer
-    if "####" in text:
-        return text.rpartition("####")[2].strip().partition("\n")[0]
-    before = text.rpartition("</answer>")[0]
-    return before.rpartition("<answer>")[2] if "<answer>" in before else unmarked
-
-
-def _canonical(text):
-    """A list that is equal for equal answers: exact numbers, other texts, and commas and brackets between."""
-    for pattern, plain in SPELLINGS:
-        text = re.sub(pattern, plain, text)
-    values = []
-    for part in filter(None, re.split(r"\s*([,;()\[\]{}])\s*", text.strip().rstrip(" ."))):
-        value = part.replace(" ", "")
-        value = value.casefold() if value.isalpha() else value
-        if number := EXACT.fullmatch(part):
-            sign, whole, top, bottom = number.groups()
-            with suppress(ZeroDivisionError, ValueError):  # "1.2.3", or more digits than int() takes: text
-                value = int(sign + "1") * (Fraction(whole or 0) + Fraction(top) / Fraction(bottom or 1))
-        values.append(value)
-    ordered = re.search(r"[()\[\]{};]", text)  # a list without brackets is a set: "1, 2" is "2, 1"
-    return values if ordered else sorted(values, key=repr)
-
-
-def gsm8k(completions, answer, **kwargs):
-    """1.0 where the last number of the completion is exactly the gold one (1,072 = 1072.0), else 0.0.
-
-    The gold is what follows the last #### of `answer`, or all of it; None where that is not one number.
-    """
-    found = ["".join(re.findall(NUMBER, _text(completion))[-1:]) for completion in completions]
-    golds = [re.findall(NUMBER, _text(str(gold)).rpartition("####")[2]) for gold in answer]
-    return [float(_canonical(last) == _canonical(gold[0])) if len(gold) == 1 else None
-            for last, gold in zip(found, golds)]
-
-
-def math(completions, answer, **kwargs):
-    r"""1.0 where the completion's answer equals the gold one, else 0.0; None for an empty gold.
-
-    The answer is the last \boxed{}, else what follows the last ####, else the last <answer>, else the last
-    number or a/b; a gold without these marks is all answer. Once $, %, units, \text, \frac and thousands
-    separators are undone, numbers are compared exactly, a bare list in any order, the rest as text.
-    """
-    rewards = []
-    for completion, gold in zip(completions, answer):
-        text, gold = _text(completion), "" if gold is None else _text(str(gold))
-        last = "".join(re.findall(NUMBER + r"(?:/\d+)?", text)[-1:])
-        found, target = _canonical(_final(text, last)), _canonical(_final(gold, gold))
-        rewards.append(float(found == target) if target else None)
-    return rewards
-
-
-def _arithmetic(node):
-    """The exact value of an expression. KeyError for **, AttributeError for 2(3), which is a call."""
-    if isinstance(node, ast.Constant):
-        return Fraction(node.value)
-    operands = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
-    return OPERATIONS[type(node.op)](*map(_arithmetic, operands))
-
-
-def countdown(completions, nums, target, **kwargs):
-    r"""1.0 for an expression that uses every number of `nums` once, with + - * / only, and equals `target`.
-
-    The expression is the last \boxed{}, ####, <answer>, or else the last line; "= 24" behind it is ignored.
-    """
-    rewards = []
-    for completion, numbers, goal in zip(completions, nums, target):
-        goal, given, reward = Fraction(goal), sorted(map(int, numbers)), 0.0
-        text = re.sub(r"\\times|\\cdot|×", "*", re.sub(r"\\div|÷", "/", _text(completion).strip()))
-        found = _final(text, text.rpartition("\n")[2]).partition("=")[0].strip("$ ")
-        # Only these characters, so no 0x10, 1_0 or 1e5; and few of them, because the parser is recursive.
-        if re.fullmatch(r"[-+*/()\d ]{1,500}", found, re.ASCII):
-            with suppress(ArithmeticError, AttributeError, KeyError, MemoryError, RuntimeError, SyntaxError):
-                equal = _arithmetic(ast.parse(found, mode="eval").body) == goal
-                reward = float(equal and sorted(map(int, re.findall(r"\d+", found))) == given)
-        rewards.append(reward)
-    return rewards
-
-
-def format(completions, **kwargs):
-    """1.0 for exactly <think>...</think><answer>...</answer>, neither of them blank, else 0.0."""
-    body = r"(?!\s*</)(?:(?!</?(?:think|answer)>).)+"
-    shape = re.compile(rf"\s*<think>{body}</think>\s*<answer>{body}</answer>\s*", re.DOTALL)
-    return [float(bool(shape.fullmatch(_text(completion)))) for completion in completions]
-
-
-def length(completions, answer, completion_ids=None, **kwargs):
-    """Shorter is better among correct answers (as `math` judges), never positive for wrong ones.
-
-    l = 0.5 - (len - min) / (max - min) over the group; l if correct, min(0, l) if not; 0 if max = min (Kimi
-    k1.5, arXiv 2501.12599, section 2.3.3). Lengths are in tokens, or in characters without completion_ids.
-    """
-    lengths = [len(item) for item in completion_ids or map(_text, completions)]
-    shortest, spread = min(lengths), max(lengths) - min(lengths)
-    scores = [0.5 - (size - shortest) / spread if spread else 0.0 for size in lengths]
-    return [None if right is None else score if right else min(0.0, score)
-            for right, score in zip(math(completions, answer), scores)]
-
-
-def overlong(completion_ids, trainer_state, **kwargs):
-    """0 for up to 4/5 of max_completion_length tokens, then linearly down to -1 for all of them, which a
-    completion that was cut has (DAPO, eq. 13, arXiv 2503.14476: from 16,384 to 20,480).
-
-    The limit is trainer_state.max_completion_length: a Scorer's state must hold it.
-    """
-    longest = trainer_state.max_completion_length
-    return [max(-1.0, min(0.0, 4 - 5 * len(ids) / longest)) for ids in completion_ids]
-
-
-BUILTINS = {"gsm8k": gsm8k, "math": math, "countdown": countdown, "format": format, "length": length,
-            "overlong": overlong}
-
-# ---- Calling a function, in a worker or here ---------------------------------------------------------------
-
-@cache
-def _load(spec):
-    """(function, its file) for a built-in's name or "path/file.py:function". Raises UserError."""
-    if spec in BUILTINS:
-        return BUILTINS[spec], __file__
-    path, _, name = os.path.abspath(spec).rpartition(":")
-    if not path.endswith(".py"):
-        raise UserError(f"--reward {spec}: not known; give {', '.join(BUILTINS)} or path/file.py:function")
-    module_name = "reward:" + path  # so that a user's model.py replaces no module of the same name
-    try:
-        if module_name not in sys.modules:
-            sys.path.insert(0, os.path.dirname(path))  # the file may import its neighbours
-            found = spec_from_file_location(module_name, path)
-            sys.modules[module_name] = module_from_spec(found)
-            found.loader.exec_module(sys.modules[module_name])
-    except (Exception, SystemExit) as error:
-        sys.modules.pop(module_name, None)
-        raise UserError(f"--reward {spec}: the file cannot be imported: {_where(error, path)}") from error
-    function = getattr(sys.modules[module_name], name, None)
-    if not callable(function):
-        raise UserError(f"--reward {spec}: {path} has no function {name!r}")
-    return function, path
-
-
-def _where(error, path):
-    """The exception in one line, with the last line of the file `path` that it passed through."""
-    said = " ".join(" ".join(traceback.format_exception_only(error)).split())[:500]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    return said + f" ({path}, line {frames[-1].lineno}: {frames[-1].line})" if frames else said
-
-
-def _evaluate(spec, name, prompt, completions, completion_ids, columns, state):
-    """Calls a function for one group: [reward or None, cause of failure or "", detail] per completion."""
-    function, path = _load(spec)
-    columns, chat, n = {**columns, "prompts": prompt}, not isinstance(prompt, str), len(completions)
-    keywords = {  # copies: a function that pops from a list must not change the other rows
-        **{column: [copy.deepcopy(value) for _ in completions] for column, value in columns.items()},
-        "completions": [[{"role": "assistant", "content": text}] if chat else text for text in completions],
-        "completion_ids": copy.deepcopy(completion_ids),
-        "trainer_state": SimpleNamespace(**state),
-        "log_extra": lambda column, values: None,
-        "log_metric": lambda name, value: None,
-    }
-    try:
-        values = function(**keywords)
-        if hasattr(values, "__await__"):  # TRL takes async functions
-            import asyncio  # slow to import, rarely needed
-            values = asyncio.run(values)
-        values = list(values)
-    except (Exception, SystemExit) as error:
-        return [[None, f"exception: {name}: {type(error).__name__}", _where(error, path)]] * n
-    if len(values) != n:
-        return [[None, f"length: {name}", f"it returned {len(values)} values for {n} completions"]] * n
-    return [_outcome(value, name) for value in values]
-
-
-def _outcome(value, name):
-    try:
-        number = None if value is None else value.__float__()  # not float(value), which takes text
-        cause = "" if number is None or isfinite(number) else f"{abs(number)}: {name}"
-    except Exception:  # whatever a type of the user's raises
-        return [None, f"type: {name}", f"it returned a {type(value).__name__} for a number"]
-    return [None if cause else number, cause, f"it returned {number}"]
-
-
-# ---- Worker processes --------------------------------------------------------------------------------------
-
-def _worker(memory):
-    """Answers each line of its socket, a request, with a line of outcomes."""
-    channel = socket.socket(fileno=os.dup(1)).makefile("rw")
-    lifeline, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)  # what a function prints cannot be taken for a reply
-    # Nothing is ever written to the lifeline. It closes when the parent dies; the kernel then sends SIGIO,
-    # which ends this process even inside C code (an exploding regex) that never gets to read again.
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
-    resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))  # not _AS: torch maps far more
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for line in channel:
-        request = json.loads(line)
-        try:
-            _load(request["spec"])
-            outcomes = _evaluate(**request) if "prompt" in request else [[None, "", ""]]
-        except UserError as error:
-            outcomes = [[None, "error", str(error)]]
-        print(json.dumps(outcomes), file=channel, flush=True)
-
-
-class _Worker:
-    """One worker process, started when it is needed and again after it was stopped."""
-
-    def __init__(self, specs):
-        self.specs, self.process = specs, None
-
-    def start(self):
-        self.channel, theirs = socket.socketpair()
-        command = [sys.executable, os.path.abspath(__file__), "--worker", str(MEMORY_LIMIT)]
-        settings = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"}
-        with theirs:  # in a session of its own, so that one signal reaches what a function started as well
-            self.process = Popen(command, stdin=PIPE, stdout=theirs, env=settings, start_new_session=True)
-        for spec in self.specs:
-            [[_, cause, detail]] = self.call({"spec": spec, "name": spec, "completions": [""]}, LOAD_SECONDS)
-            if cause:
-                self.stop()
-                raise UserError(detail if cause == "error" else f"--reward {spec}: while importing, {detail}")
-
-    def call(self, request, limit):
-        """What _evaluate returns, also when `limit` seconds pass or the process ends."""
-        if not self.process:
-            self.start()
-        name, count, process, reply = request["name"], len(request["completions"]), self.process, b""
-        try:
-            self.channel.settimeout(limit)
-            with suppress(ConnectionError):  # the process ended
-                self.channel.sendall(json.dumps(request, default=str).encode() + b"\n")  # dates become text
-                reply = self.channel.makefile("rb").readline()
-        except TimeoutError:
-            return [[None, f"timeout: {name}", f"it took over {limit:g} s"]] * count
-        finally:  # after Ctrl-C too: a reply still to come would answer the next request
-            if not reply.endswith(b"\n"):
-                self.stop()
-        if self.process:
-            return json.loads(reply)
-        code = process.returncode
-        what = signal.strsignal(-code) if code < 0 else f"exit code {code}"
-        return [[None, f"crash: {name}: {what}", f"the process ended ({what})"]] * count
-
-    def stop(self):
-        """Ends the process with all that it started."""
-        if self.process:
-            with self.process, self.channel, suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process = None
-
-
 # ---- The interface -----------------------------------------------------------------------------------------
 
 class Group(NamedTuple):
@@ -430,6 +138,301 @@ class Scorer(AbstractContextManager):
             worker.stop()
 
     __exit__ = close
+
+
+# ---- Worker processes --------------------------------------------------------------------------------------
+
+class _Worker:
+    """One worker process, started when it is needed and again after it was stopped."""
+
+    def __init__(self, specs):
+        self.specs, self.process = specs, None
+
+    def start(self):
+        self.channel, theirs = socket.socketpair()
+        command = [sys.executable, os.path.abspath(__file__), "--worker", str(MEMORY_LIMIT)]
+        settings = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"}
+        with theirs:  # in a session of its own, so that one signal reaches what a function started as well
+            self.process = Popen(command, stdin=PIPE, stdout=theirs, env=settings, start_new_session=True)
+        for spec in self.specs:
+            [[_, cause, detail]] = self.call({"spec": spec, "name": spec, "completions": [""]}, LOAD_SECONDS)
+            if cause:
+                self.stop()
+                raise UserError(detail if cause == "error" else f"--reward {spec}: while importing, {detail}")
+
+    def call(self, request, limit):
+        """What _evaluate returns, also when `limit` seconds pass or the process ends."""
+        if not self.process:
+            self.start()
+        name, count, process, reply = request["name"], len(request["completions"]), self.process, b""
+        try:
+            self.channel.settimeout(limit)
+            with suppress(ConnectionError):  # the process ended
+                self.channel.sendall(json.dumps(request, default=str).encode() + b"\n")  # dates become text
+                reply = self.channel.makefile("rb").readline()
+        except TimeoutError:
+            return [[None, f"timeout: {name}", f"it took over {limit:g} s"]] * count
+        finally:  # after Ctrl-C too: a reply still to come would answer the next request
+            if not reply.endswith(b"\n"):
+                self.stop()
+        if self.process:
+            return json.loads(reply)
+        code = process.returncode
+        what = signal.strsignal(-code) if code < 0 else f"exit code {code}"
+        return [[None, f"crash: {name}: {what}", f"the process ended ({what})"]] * count
+
+    def stop(self):
+        """Ends the process with all that it started."""
+        if self.process:
+            with self.process, self.channel, suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process = None
+
+
+def _worker(memory):
+    """Answers each line of its socket, a request, with a line of outcomes."""
+    channel = socket.socket(fileno=os.dup(1)).makefile("rw")
+    lifeline, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)  # what a function prints cannot be taken for a reply
+    # Nothing is ever written to the lifeline. It closes when the parent dies; the kernel then sends SIGIO,
+    # which ends this process even inside C code (an exploding regex) that never gets to read again.
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))  # not _AS: torch maps far more
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in channel:
+        request = json.loads(line)
+        try:
+            _load(request["spec"])
+            outcomes = _evaluate(**request) if "prompt" in request else [[None, "", ""]]
+        except UserError as error:
+            outcomes = [[None, "error", str(error)]]
+        print(json.dumps(outcomes), file=channel, flush=True)
+
+
+# ---- Calling a function, in a worker or here ---------------------------------------------------------------
+
+def _evaluate(spec, name, prompt, completions, completion_ids, columns, state):
+    """Calls a function for one group: [reward or None, cause of failure or "", detail] per completion."""
+    function, path = _load(spec)
+    columns, chat, n = {**columns, "prompts": prompt}, not isinstance(prompt, str), len(completions)
+    keywords = {  # copies: a function that pops from a list must not change the other rows
+        **{column: [copy.deepcopy(value) for _ in completions] for column, value in columns.items()},
+        "completions": [[{"role": "assistant", "content": text}] if chat else text for text in completions],
+        "completion_ids": copy.deepcopy(completion_ids),
+        "trainer_state": SimpleNamespace(**state),
+        "log_extra": lambda column, values: None,
+        "log_metric": lambda name, value: None,
+    }
+    try:
+        values = function(**keywords)
+        if hasattr(values, "__await__"):  # TRL takes async functions
+            import asyncio  # slow to import, rarely needed
+            values = asyncio.run(values)
+        values = list(values)
+    except (Exception, SystemExit) as error:
+        return [[None, f"exception: {name}: {type(error).__name__}", _where(error, path)]] * n
+    if len(values) != n:
+        return [[None, f"length: {name}", f"it returned {len(values)} values for {n} completions"]] * n
+    return [_outcome(value, name) for value in values]
+
+
+def _outcome(value, name):
+    try:
+        number = None if value is None else value.__float__()  # not float(value), which takes text
+        cause = "" if number is None or isfinite(number) else f"{abs(number)}: {name}"
+    except Exception:  # whatever a type of the user's raises
+        return [None, f"type: {name}", f"it returned a {type(value).__name__} for a number"]
+    return [None if cause else number, cause, f"it returned {number}"]
+
+
+@cache
+def _load(spec):
+    """(function, its file) for a built-in's name or "path/file.py:function". Raises UserError."""
+    if spec in BUILTINS:
+        return BUILTINS[spec], __file__
+    path, _, name = os.path.abspath(spec).rpartition(":")
+    if not path.endswith(".py"):
+        raise UserError(f"--reward {spec}: not known; give {', '.join(BUILTINS)} or path/file.py:function")
+    module_name = "reward:" + path  # so that a user's model.py replaces no module of the same name
+    try:
+        if module_name not in sys.modules:
+            sys.path.insert(0, os.path.dirname(path))  # the file may import its neighbours
+            found = spec_from_file_location(module_name, path)
+            sys.modules[module_name] = module_from_spec(found)
+            found.loader.exec_module(sys.modules[module_name])
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(module_name, None)
+        raise UserError(f"--reward {spec}: the file cannot be imported: {_where(error, path)}") from error
+    function = getattr(sys.modules[module_name], name, None)
+    if not callable(function):
+        raise UserError(f"--reward {spec}: {path} has no function {name!r}")
+    return function, path
+
+
+def _where(error, path):
+    """The exception in one line, with the last line of the file `path` that it passed through."""
+    said = " ".join(" ".join(traceback.format_exception_only(error)).split())[:500]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return said + f" ({path}, line {frames[-1].lineno}: {frames[-1].line})" if frames else said
+
+
+# ---- Built-in rewards --------------------------------------------------------------------------------------
+
+def gsm8k(completions, answer, **kwargs):
+    """1.0 where the last number of the completion is exactly the gold one (1,072 = 1072.0), else 0.0.
+
+    The gold is what follows the last #### of `answer`, or all of it; None where that is not one number.
+    """
+    found = ["".join(re.findall(NUMBER, _text(completion))[-1:]) for completion in completions]
+    golds = [re.findall(NUMBER, _text(str(gold)).rpartition("####")[2]) for gold in answer]
+    return [float(_canonical(last) == _canonical(gold[0])) if len(gold) == 1 else None
+            for last, gold in zip(found, golds)]
+
+
+def math(completions, answer, **kwargs):
+    r"""1.0 where the completion's answer equals the gold one, else 0.0; None for an empty gold.
+
+    The answer is the last \boxed{}, else what follows the last ####, else the last <answer>, else the last
+    number or a/b; a gold without these marks is all answer. Once $, %, units, \text, \frac and thousands
+    separators are undone, numbers are compared exactly, a bare list in any order, the rest as text.
+    """
+    rewards = []
+    for completion, gold in zip(completions, answer):
+        text, gold = _text(completion), "" if gold is None else _text(str(gold))
+        last = "".join(re.findall(NUMBER + r"(?:/\d+)?", text)[-1:])
+        found, target = _canonical(_final(text, last)), _canonical(_final(gold, gold))
+        rewards.append(float(found == target) if target else None)
+    return rewards
+
+
+def countdown(completions, nums, target, **kwargs):
+    r"""1.0 for an expression that uses every number of `nums` once, with + - * / only, and equals `target`.
+
+    The expression is the last \boxed{}, ####, <answer>, or else the last line; "= 24" behind it is ignored.
+    """
+    rewards = []
+    for completion, numbers, goal in zip(completions, nums, target):
+        goal, given, reward = Fraction(goal), sorted(map(int, numbers)), 0.0
+        text = re.sub(r"\\times|\\cdot|×", "*", re.sub(r"\\div|÷", "/", _text(completion).strip()))
+        found = _final(text, text.rpartition("\n")[2]).partition("=")[0].strip("$ ")
+        # Only these characters, so no 0x10, 1_0 or 1e5; and few of them, because the parser is recursive.
+        if re.fullmatch(r"[-+*/()\d ]{1,500}", found, re.ASCII):
+            with suppress(ArithmeticError, AttributeError, KeyError, MemoryError, RuntimeError, SyntaxError):
+                equal = _arithmetic(ast.parse(found, mode="eval").body) == goal
+                reward = float(equal and sorted(map(int, re.findall(r"\d+", found))) == given)
+        rewards.append(reward)
+    return rewards
+
+
+def format(completions, **kwargs):
+    """1.0 for exactly <think>...</think><answer>...</answer>, neither of them blank, else 0.0."""
+    body = r"(?!\s*</)(?:(?!</?(?:think|answer)>).)+"
+    shape = re.compile(rf"\s*<think>{body}</think>\s*<answer>{body}</answer>\s*", re.DOTALL)
+    return [float(bool(shape.fullmatch(_text(completion)))) for completion in completions]
+
+
+def length(completions, answer, completion_ids=None, **kwargs):
+    """Shorter is better among correct answers (as `math` judges), never positive for wrong ones.
+
+    l = 0.5 - (len - min) / (max - min) over the group; l if correct, min(0, l) if not; 0 if max = min (Kimi
+    k1.5, arXiv 2501.12599, section 2.3.3). Lengths are in tokens, or in characters without completion_ids.
+    """
+    lengths = [len(item) for item in completion_ids or map(_text, completions)]
+    shortest, spread = min(lengths), max(lengths) - min(lengths)
+    scores = [0.5 - (size - shortest) / spread if spread else 0.0 for size in lengths]
+    return [None if right is None else score if right else min(0.0, score)
+            for right, score in zip(math(completions, answer), scores)]
+
+
+def overlong(completion_ids, trainer_state, **kwargs):
+    """0 for up to 4/5 of max_completion_length tokens, then linearly down to -1 for all of them, which a
+    completion that was cut has (DAPO, eq. 13, arXiv 2503.14476: from 16,384 to 20,480).
+
+    The limit is trainer_state.max_completion_length: a Scorer's state must hold it.
+    """
+    longest = trainer_state.max_completion_length
+    return [max(-1.0, min(0.0, 4 - 5 * len(ids) / longest)) for ids in completion_ids]
+
+
+BUILTINS = {"gsm8k": gsm8k, "math": math, "countdown": countdown, "format": format, "length": length,
+            "overlong": overlong}
+
+
+# ---- Finding and comparing answers -------------------------------------------------------------------------
+
+# A minus is a sign only where no operand stands before it: "x = -5" ends in -5, "20-5" in 5.
+SIGN, POWER = r"(?a)(?:(?<![\w.)\]}])-)?\\?\$?", r"(?:[eE][-+]?\d{1,3}(?!\d))?"
+NUMBER = SIGN + r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)" + POWER
+WORDS = r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
+UNITS = (r"(?:square |cubic )?(?:[ckm]m|kg|units?|degrees?|meters?|inch(?:es)?|feet|miles?|hours?|minutes?|"
+         r"seconds?|days?|years?|dollars?|cents?|percent)")
+# One spelling for what has several, applied in this order.
+SPELLINGS = [
+    (r"\s+", " "),
+    (r"\\\\", ";"),  # rows of a matrix
+    (r"\\(?:left|right|displaystyle)(?![a-z])|\\[!,;: ]|\\?[$%]|\^\s*\{?\s*\\circ\s*\}?|°", ""),
+    (r"^\s*[a-zA-Z]\s*=(?!.*=)", ""),  # x = 5
+    (r"(?<=[\w)}])\s*(?:" + WORDS + r"|(?<=\d)\s*" + UNITS + r")(?:\s*\^\s*\{?\d\}?)?[\s.]*$", ""),
+    (WORDS, r" \1 "),
+    (r"\s(?:and|or)\s", ","),
+    (r"(?<![\d.,])\d{1,3}(?:(?:[, ]|\{,\})\d{3})+(?![\d,/])", lambda number: re.sub(r"\D", "", number[0])),
+    (r"\\[dtc]?frac\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})", r" \1\2/\3\4"),
+    (r"(\\sqrt|[\^_])\s*\{(\w)\}", r"\1\2"),
+    (r"\\(?:[dtc](?=frac)|(?=[a-zA-Z{}]))", ""),
+    (r"^\s*(?:\(([^(){},]*)\)|\{([^(){}]*)\})[\s.]*$", r"\1\2"),  # (C), {1, 2}
+]
+EXACT = re.compile(r"([-+]?)\s*(?:(\d+)\s+(?=\d+\s*/))?([\d.]+" + POWER + r")(?:\s*/\s*(-?[\d.]+))?")
+OPERATIONS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.USub: Fraction.__neg__,
+              ast.Mult: Fraction.__mul__, ast.Div: Fraction.__truediv__}
+
+
+def _text(completion):
+    text = completion if isinstance(completion, str) else completion[-1]["content"]
+    return text.replace("\u2212", "-")  # the typographic minus
+
+
+def _final(text, unmarked):
+    r"""The part of `text` that states its answer: the last \boxed{}, ####, <answer>, or else `unmarked`."""
+    text = re.sub(r"\\boxed\s*([^\s{$]+)", r"\\boxed{\1}", text.replace(r"\fbox", r"\boxed"))  # \boxed 5
+    _, boxed, rest = text.rpartition(r"\boxed")
+    if boxed:
+        depth = 0
+        for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if brace[0] == "}" and depth == 0:
+                return rest[: brace.start()].partition("{")[2]
+        return ""  # cut off before its brace closed: no answer
+    if "####" in text:
+        return text.rpartition("####")[2].strip().partition("\n")[0]
+    before = text.rpartition("</answer>")[0]
+    return before.rpartition("<answer>")[2] if "<answer>" in before else unmarked
+
+
+def _canonical(text):
+    """A list that is equal for equal answers: exact numbers, other texts, and commas and brackets between."""
+    for pattern, plain in SPELLINGS:
+        text = re.sub(pattern, plain, text)
+    values = []
+    for part in filter(None, re.split(r"\s*([,;()\[\]{}])\s*", text.strip().rstrip(" ."))):
+        value = part.replace(" ", "")
+        value = value.casefold() if value.isalpha() else value
+        if number := EXACT.fullmatch(part):
+            sign, whole, top, bottom = number.groups()
+            with suppress(ZeroDivisionError, ValueError):  # "1.2.3", or more digits than int() takes: text
+                value = int(sign + "1") * (Fraction(whole or 0) + Fraction(top) / Fraction(bottom or 1))
+        values.append(value)
+    ordered = re.search(r"[()\[\]{};]", text)  # a list without brackets is a set: "1, 2" is "2, 1"
+    return values if ordered else sorted(values, key=repr)
+
+
+def _arithmetic(node):
+    """The exact value of an expression. KeyError for **, AttributeError for 2(3), which is a call."""
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value)
+    operands = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
+    return OPERATIONS[type(node.op)](*map(_arithmetic, operands))
 
 
 if __name__ == "__main__":
