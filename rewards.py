@@ -280,18 +280,20 @@ def _where(error, path):
 
 # ---- Built-in rewards --------------------------------------------------------------------------------------
 
-def gsm8k(completions, answer, **kwargs):
+def gsm8k(completions: list, answer: list, **kwargs) -> list[float | None]:
     """1.0 where the last number of the completion is exactly the gold one (1,072 = 1072.0), else 0.0.
 
     The gold is what follows the last #### of `answer`, or all of it; None where that is not one number.
     """
-    found = ["".join(re.findall(NUMBER, _text(completion))[-1:]) for completion in completions]
-    golds = [re.findall(NUMBER, _text(str(gold)).rpartition("####")[2]) for gold in answer]
-    return [float(_canonical(last) == _canonical(gold[0])) if len(gold) == 1 else None
-            for last, gold in zip(found, golds)]
+    rewards = []
+    for completion, gold in zip(completions, answer):
+        found = _last_match(NUMBER, _text(completion))
+        golds = re.findall(NUMBER, _text(str(gold)).rpartition("####")[2])
+        rewards.append(float(_canonical(found) == _canonical(golds[0])) if len(golds) == 1 else None)
+    return rewards
 
 
-def math(completions, answer, **kwargs):
+def math(completions: list, answer: list, **kwargs) -> list[float | None]:
     r"""1.0 where the completion's answer equals the gold one, else 0.0; None for an empty gold.
 
     The answer is the last \boxed{}, else what follows the last ####, else the last <answer>, else the last
@@ -301,39 +303,34 @@ def math(completions, answer, **kwargs):
     rewards = []
     for completion, gold in zip(completions, answer):
         text, gold = _text(completion), "" if gold is None else _text(str(gold))
-        last = "".join(re.findall(NUMBER + r"(?:/\d+)?", text)[-1:])
-        found, target = _canonical(_final(text, last)), _canonical(_final(gold, gold))
+        found = _canonical(_final(text, unmarked=_last_match(NUMBER + r"(?:/\d+)?", text)))
+        target = _canonical(_final(gold, unmarked=gold))
         rewards.append(float(found == target) if target else None)
     return rewards
 
 
-def countdown(completions, nums, target, **kwargs):
+def countdown(completions: list, nums: list, target: list, **kwargs) -> list[float]:
     r"""1.0 for an expression that uses every number of `nums` once, with + - * / only, and equals `target`.
 
     The expression is the last \boxed{}, ####, <answer>, or else the last line; "= 24" behind it is ignored.
     """
     rewards = []
     for completion, numbers, goal in zip(completions, nums, target):
-        goal, given, reward = Fraction(goal), sorted(map(int, numbers)), 0.0
         text = re.sub(r"\\times|\\cdot|×", "*", re.sub(r"\\div|÷", "/", _text(completion).strip()))
-        found = _final(text, text.rpartition("\n")[2]).partition("=")[0].strip("$ ")
-        # Only these characters, so no 0x10, 1_0 or 1e5; and few of them, because the parser is recursive.
-        if re.fullmatch(r"[-+*/()\d ]{1,500}", found, re.ASCII):
-            with suppress(ArithmeticError, AttributeError, KeyError, MemoryError, RuntimeError, SyntaxError):
-                equal = _arithmetic(ast.parse(found, mode="eval").body) == goal
-                reward = float(equal and sorted(map(int, re.findall(r"\d+", found))) == given)
-        rewards.append(reward)
+        found = _final(text, unmarked=text.rpartition("\n")[2]).partition("=")[0].strip("$ ")
+        rewards.append(float(_solves(found, sorted(map(int, numbers)), Fraction(goal))))
     return rewards
 
 
-def format(completions, **kwargs):
+def format(completions: list, **kwargs) -> list[float]:
     """1.0 for exactly <think>...</think><answer>...</answer>, neither of them blank, else 0.0."""
     body = r"(?!\s*</)(?:(?!</?(?:think|answer)>).)+"
     shape = re.compile(rf"\s*<think>{body}</think>\s*<answer>{body}</answer>\s*", re.DOTALL)
     return [float(bool(shape.fullmatch(_text(completion)))) for completion in completions]
 
 
-def length(completions, answer, completion_ids=None, **kwargs):
+def length(completions: list, answer: list, completion_ids: list[list[int]] | None = None,
+           **kwargs) -> list[float | None]:
     """Shorter is better among correct answers (as `math` judges), never positive for wrong ones.
 
     l = 0.5 - (len - min) / (max - min) over the group; l if correct, min(0, l) if not; 0 if max = min (Kimi
@@ -341,19 +338,21 @@ def length(completions, answer, completion_ids=None, **kwargs):
     """
     lengths = [len(item) for item in completion_ids or map(_text, completions)]
     shortest, spread = min(lengths), max(lengths) - min(lengths)
-    scores = [0.5 - (size - shortest) / spread if spread else 0.0 for size in lengths]
-    return [None if right is None else score if right else min(0.0, score)
-            for right, score in zip(math(completions, answer), scores)]
+    rewards = []
+    for size, right in zip(lengths, math(completions, answer)):
+        score = 0.5 - (size - shortest) / spread if spread else 0.0
+        rewards.append(None if right is None else score if right else min(0.0, score))
+    return rewards
 
 
-def overlong(completion_ids, trainer_state, **kwargs):
-    """0 for up to 4/5 of max_completion_length tokens, then linearly down to -1 for all of them, which a
-    completion that was cut has (DAPO, eq. 13, arXiv 2503.14476: from 16,384 to 20,480).
+def overlong(completion_ids: list[list[int]], trainer_state: SimpleNamespace, **kwargs) -> list[float]:
+    """A penalty for completions near the limit of trainer_state.max_completion_length tokens.
 
-    The limit is trainer_state.max_completion_length: a Scorer's state must hold it.
+    0 for up to 4/5 of the limit, then falling linearly to -1 at the limit, which completions that were cut
+    off have reached (DAPO, eq. 13, arXiv 2503.14476: from 16,384 to 20,480). A Scorer's state must hold it.
     """
-    longest = trainer_state.max_completion_length
-    return [max(-1.0, min(0.0, 4 - 5 * len(ids) / longest)) for ids in completion_ids]
+    limit = trainer_state.max_completion_length
+    return [max(-1.0, min(0.0, 4 - 5 * len(ids) / limit)) for ids in completion_ids]
 
 
 BUILTINS = {"gsm8k": gsm8k, "math": math, "countdown": countdown, "format": format, "length": length,
@@ -362,44 +361,55 @@ BUILTINS = {"gsm8k": gsm8k, "math": math, "countdown": countdown, "format": form
 
 # ---- Finding and comparing answers -------------------------------------------------------------------------
 
-# A minus is a sign only where no operand stands before it: "x = -5" ends in -5, "20-5" in 5.
-SIGN, POWER = r"(?a)(?:(?<![\w.)\]}])-)?\\?\$?", r"(?:[eE][-+]?\d{1,3}(?!\d))?"
+# (?a): digits are 0 to 9 only. A minus is a sign only where no operand stands before it: "x = -5" ends in -5,
+# "20-5" in 5. An exponent has three digits at most, so that no number takes long to compute.
+SIGN = r"(?a)(?:(?<![\w.)\]}])-)?\\?\$?"
+POWER = r"(?:[eE][-+]?\d{1,3}(?!\d))?"
 NUMBER = SIGN + r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)" + POWER
+# The groups are sign, whole, top, bottom: of "-1 3/4" they are "-", "1", "3", "4".
+EXACT = re.compile(r"([-+]?)\s*(?:(\d+)\s+(?=\d+\s*/))?([\d.]+" + POWER + r")(?:\s*/\s*(-?[\d.]+))?")
+
 WORDS = r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
 UNITS = (r"(?:square |cubic )?(?:[ckm]m|kg|units?|degrees?|meters?|inch(?:es)?|feet|miles?|hours?|minutes?|"
          r"seconds?|days?|years?|dollars?|cents?|percent)")
-# One spelling for what has several, applied in this order.
+# (pattern, replacement): one spelling for what has several, applied in this order.
 SPELLINGS = [
     (r"\s+", " "),
-    (r"\\\\", ";"),  # rows of a matrix
+    (r"\\\\", ";"),  # the end of a matrix row
+    # Commands and spaces that only change the layout; $, % and degree signs.
     (r"\\(?:left|right|displaystyle)(?![a-z])|\\[!,;: ]|\\?[$%]|\^\s*\{?\s*\\circ\s*\}?|°", ""),
     (r"^\s*[a-zA-Z]\s*=(?!.*=)", ""),  # x = 5
+    # A unit at the end: 5\text{ cm}^2, 5 cm.
     (r"(?<=[\w)}])\s*(?:" + WORDS + r"|(?<=\d)\s*" + UNITS + r")(?:\s*\^\s*\{?\d\}?)?[\s.]*$", ""),
     (WORDS, r" \1 "),
     (r"\s(?:and|or)\s", ","),
+    # Thousands separators: 1,234 and 1 234 and 1{,}234.
     (r"(?<![\d.,])\d{1,3}(?:(?:[, ]|\{,\})\d{3})+(?![\d,/])", lambda number: re.sub(r"\D", "", number[0])),
+    # \frac12 and \frac{1}{2}, with a space before, so that 1\frac12 becomes 1 1/2.
     (r"\\[dtc]?frac\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})", r" \1\2/\3\4"),
-    (r"(\\sqrt|[\^_])\s*\{(\w)\}", r"\1\2"),
-    (r"\\(?:[dtc](?=frac)|(?=[a-zA-Z{}]))", ""),
+    (r"(\\sqrt|[\^_])\s*\{(\w)\}", r"\1\2"),  # \sqrt{2}, x^{2}
+    (r"\\(?:[dtc](?=frac)|(?=[a-zA-Z{}]))", ""),  # \dfrac of anything else, and every other backslash
     (r"^\s*(?:\(([^(){},]*)\)|\{([^(){}]*)\})[\s.]*$", r"\1\2"),  # (C), {1, 2}
 ]
-EXACT = re.compile(r"([-+]?)\s*(?:(\d+)\s+(?=\d+\s*/))?([\d.]+" + POWER + r")(?:\s*/\s*(-?[\d.]+))?")
-OPERATIONS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.USub: Fraction.__neg__,
-              ast.Mult: Fraction.__mul__, ast.Div: Fraction.__truediv__}
 
 
-def _text(completion):
+def _text(completion: str | list[dict]) -> str:
+    """The text of a completion, which may be messages, with "-" for the typographic minus."""
     text = completion if isinstance(completion, str) else completion[-1]["content"]
-    return text.replace("\u2212", "-")  # the typographic minus
+    return text.replace("\u2212", "-")
 
 
-def _final(text, unmarked):
+def _last_match(pattern: str, text: str) -> str:
+    return "".join(re.findall(pattern, text)[-1:])
+
+
+def _final(text: str, unmarked: str) -> str:
     r"""The part of `text` that states its answer: the last \boxed{}, ####, <answer>, or else `unmarked`."""
     text = re.sub(r"\\boxed\s*([^\s{$]+)", r"\\boxed{\1}", text.replace(r"\fbox", r"\boxed"))  # \boxed 5
     _, boxed, rest = text.rpartition(r"\boxed")
     if boxed:
         depth = 0
-        for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
+        for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # \\. so that \{ and \} are passed over
             depth += {"{": 1, "}": -1}.get(brace[0], 0)
             if brace[0] == "}" and depth == 0:
                 return rest[: brace.start()].partition("{")[2]
@@ -410,7 +420,7 @@ def _final(text, unmarked):
     return before.rpartition("<answer>")[2] if "<answer>" in before else unmarked
 
 
-def _canonical(text):
+def _canonical(text: str) -> list[Fraction | str]:
     """A list that is equal for equal answers: exact numbers, other texts, and commas and brackets between."""
     for pattern, plain in SPELLINGS:
         text = re.sub(pattern, plain, text)
@@ -420,14 +430,31 @@ def _canonical(text):
         value = value.casefold() if value.isalpha() else value
         if number := EXACT.fullmatch(part):
             sign, whole, top, bottom = number.groups()
-            with suppress(ZeroDivisionError, ValueError):  # "1.2.3", or more digits than int() takes: text
+            # What is no number after all stays text: "1.2.3", "1/0", more digits than int() takes.
+            with suppress(ZeroDivisionError, ValueError):
                 value = int(sign + "1") * (Fraction(whole or 0) + Fraction(top) / Fraction(bottom or 1))
         values.append(value)
     ordered = re.search(r"[()\[\]{};]", text)  # a list without brackets is a set: "1, 2" is "2, 1"
     return values if ordered else sorted(values, key=repr)
 
 
-def _arithmetic(node):
+def _solves(expression: str, numbers: list[int], goal: Fraction) -> bool:
+    """Whether the expression equals `goal` and holds exactly `numbers`, which are sorted."""
+    # Only these characters, so no 0x10, 1_0 or 1e5; and few of them, because the parser is recursive.
+    if not re.fullmatch(r"[-+*/()\d ]{1,500}", expression, re.ASCII):
+        return False
+    try:
+        value = _arithmetic(ast.parse(expression, mode="eval").body)
+    except (ArithmeticError, AttributeError, KeyError, MemoryError, RuntimeError, SyntaxError):
+        return False
+    return value == goal and sorted(map(int, re.findall(r"\d+", expression))) == numbers
+
+
+OPERATIONS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.USub: Fraction.__neg__,
+              ast.Mult: Fraction.__mul__, ast.Div: Fraction.__truediv__}
+
+
+def _arithmetic(node: ast.expr) -> Fraction:
     """The exact value of an expression. KeyError for **, AttributeError for 2(3), which is a call."""
     if isinstance(node, ast.Constant):
         return Fraction(node.value)
@@ -436,4 +463,4 @@ def _arithmetic(node):
 
 
 if __name__ == "__main__":
-    sys.exit(_worker(sys.argv[2]) if sys.argv[1:2] == ["--worker"] else __doc__)
+    sys.exit(_worker(int(sys.argv[2])) if sys.argv[1:2] == ["--worker"] else __doc__)
