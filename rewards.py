@@ -9,9 +9,11 @@ None, and gets one whole group (all completions of one prompt) a call. It judges
 sooner or later that makes a regex explode, a number grow without end or a library crash. So it runs in a
 worker process (JSON lines, no pickle, no GPU, a memory limit) that can be killed. Its stdout is dropped.
 
-Left out, and why: a sandbox (workers may read files and use the network; run generated code in a container);
-symbolic algebra (`math` finds x+1 and 1+x different; a file of yours may call math-verify, which the limits
-make safe); reward models (a function may hold one, and workers=0 lets it use the caller's GPU).
+Left out, and why:
+1. A sandbox: workers may read files and use the network. Run generated code in a container.
+2. Symbolic algebra: `math` finds x+1 and 1+x different. A file of yours may call math-verify; the time and
+   memory limits make that safe.
+3. Reward models: a function may hold one, and workers=0 lets it use the caller's GPU.
 """
 
 import ast
@@ -26,6 +28,7 @@ import socket
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from fractions import Fraction
@@ -55,20 +58,31 @@ class Group(NamedTuple):
 
 
 class Scores(NamedTuple):
+    """What a Group got."""
     rewards: list[float | None]  # weighted sum for each completion; None = no reward at all
     parts: dict[str, list[float | None]]  # by function, without weights
+
+
+class Outcome(NamedTuple):
+    """What one function says of one completion."""
+    reward: float | None
+    cause: str = ""  # of a failure, in the words under which Scorer.failures counts it
+    detail: str = ""  # the rest of the message about it
 
 
 class Scorer(AbstractContextManager):
     """Scores groups with one or several reward functions, in worker processes that can be killed.
 
-    specs: built-in names or "path/file.py:function"; timeout: seconds for one function on one group or, where
-    that fails, on one completion; workers: groups scored at a time; 0 calls the functions in this process and
-    thread, for those that need its GPU, without a time limit. `failures` counts completions without reward by
-    cause ("exception: f: ZeroDivisionError"); `state` is the trainer_state. Raises UserError for wrong specs.
+    specs: names of built-in functions, or "path/file.py:function".
+    timeout: seconds for one function on one group or, where that fails, on one completion.
+    workers: how many groups are scored at a time. 0 calls the functions in this process and thread, without a
+    time limit: for those that need its GPU.
+    `failures` counts the completions without reward by cause ("exception: f: ZeroDivisionError"); `state` is
+    what functions see as trainer_state. Raises UserError for wrong arguments.
     """
 
-    def __init__(self, specs: list[str], weights: list[float] | None = None, timeout=30.0, workers=1):
+    def __init__(self, specs: list[str], weights: list[float] | None = None, timeout: float = 30.0,
+                 workers: int = 1):
         if not specs or len(set(specs)) < len(specs):
             raise UserError(f"--reward: give at least one function and none twice, not {specs}")
         self.weights = [1.0] * len(specs) if weights is None else list(weights)
@@ -80,15 +94,17 @@ class Scorer(AbstractContextManager):
         self.names = dict(zip(specs, names if len(set(names)) == len(names) else specs))
         self.timeout, self.failures, self._first = timeout, Counter(), True
         self.state = {"global_step": 0, "max_steps": 0, "epoch": 0.0}
-        self._workers = [_Worker(self.names) for _ in range(workers)]
+        self._workers = [_Worker(specs) for _ in range(workers)]
         if workers:
             self._workers[0].start()  # finds every mistake in the specs; the others start when needed
-        for spec in () if workers else specs:
-            _load(spec)
+        else:
+            for spec in specs:
+                _load(spec)
 
     def score(self, groups: list[Group]) -> list[Scores]:
-        """The Scores of each Group. A completion that any function failed on has no reward; a function that
-        fails on all of the first call is wrong: UserError.
+        """The Scores of each Group. A completion that any function failed on has no reward.
+
+        Raises UserError for a function that fails on all completions of the first call: it must be wrong.
         """
         workers, results = self._workers or [None], [None] * len(groups)
 
@@ -96,48 +112,62 @@ class Scorer(AbstractContextManager):
             for i in range(k, len(groups), len(workers)):
                 results[i] = [self._outcomes(workers[k], spec, groups[i]) for spec in self.names]
 
-        with ThreadPoolExecutor(len(workers)) as pool:
-            run = pool.map if len(workers) > 1 else map  # CUDA's current device belongs to this thread
-            list(run(share, range(len(workers))))
-        for index, spec in enumerate(self.names if self._first else []):
-            failures = [outcome[1:] for by_function in results for outcome in by_function[index]]
-            if failures and all(cause.startswith(("exception", "length", "type")) for cause, _ in failures):
-                raise UserError(
-                    f"--reward {spec}: failed on all completions of its first batch: {failures[0][1]}. Given:"
-                    f" prompts, completions, completion_ids; columns: {', '.join(groups[0].columns)}")
-        self._first = self._first and not groups
+        if len(workers) == 1:
+            share(0)  # in this thread, to which CUDA's current device belongs
+        else:
+            with ThreadPoolExecutor(len(workers)) as pool:
+                list(pool.map(share, range(len(workers))))  # list() raises what a thread raised
+        if self._first and groups:
+            self._refuse_broken(groups, results)
+            self._first = False
         return [self._combine(by_function) for by_function in results]
 
-    def _outcomes(self, worker, spec, group):
+    def _outcomes(self, worker: "_Worker | None", spec: str, group: Group) -> list[Outcome]:
         """What one function says of a group; where the whole call failed, of each completion alone."""
         request = {"spec": spec, "name": self.names[spec], "state": self.state, **group._asdict()}
         outcomes = worker.call(request, self.timeout) if worker else _evaluate(**request)
-        if len(outcomes) < 2 or not outcomes[0][1].startswith(("timeout", "crash", "exception")):
+        if len(outcomes) < 2 or not outcomes[0].cause.startswith(("timeout", "crash", "exception")):
             return outcomes
         singles = [group._replace(completions=[text], completion_ids=[ids])
                    for text, ids in zip(group.completions, group.completion_ids)]
         return [self._outcomes(worker, spec, single)[0] for single in singles]
 
-    def _combine(self, by_function):
+    def _refuse_broken(self, groups: list[Group], results: list[list[list[Outcome]]]) -> None:
+        """UserError for a function that failed on every completion by its own doing."""
+        for spec, by_group in zip(self.names, zip(*results)):
+            outcomes = [outcome for outcomes in by_group for outcome in outcomes]
+            if outcomes and all(o.cause.startswith(("exception", "length", "type")) for o in outcomes):
+                raise UserError(
+                    f"--reward {spec}: failed on all completions of its first batch: {outcomes[0].detail}. "
+                    f"Given: prompts, completions, completion_ids; columns: {', '.join(groups[0].columns)}")
+
+    def _combine(self, by_function: list[list[Outcome]]) -> Scores:
+        """The Scores of one group from each function's outcomes; counts failures."""
         rewards = []
         for outcomes in zip(*by_function):
-            failures = [(cause, detail) for _, cause, detail in outcomes if cause]
-            for cause, detail in failures:
-                self.failures[cause] += 1
-                if self.failures[cause] == 1:
-                    note = f"{detail}. The completion has no reward; more of these are only counted"
-                    print(f"rewards: {cause}: {note}", file=sys.stderr, flush=True)
-            terms = [weight * out[0] for weight, out in zip(self.weights, outcomes) if out[0] is not None]
+            failures = [outcome for outcome in outcomes if outcome.cause]
+            for failure in failures:
+                self._count(failure)
+            terms = [weight * outcome.reward for weight, outcome in zip(self.weights, outcomes)
+                     if outcome.reward is not None]
             rewards.append(sum(terms) if terms and not failures else None)
-        columns = [[value for value, *_ in outcomes] for outcomes in by_function]
-        return Scores(rewards, dict(zip(self.names.values(), columns)))
+        parts = [[outcome.reward for outcome in outcomes] for outcomes in by_function]
+        return Scores(rewards, dict(zip(self.names.values(), parts)))
 
-    def close(self, *_):
+    def _count(self, failure: Outcome) -> None:
+        """Counts it, and prints the first of each cause."""
+        self.failures[failure.cause] += 1
+        if self.failures[failure.cause] == 1:
+            note = f"{failure.detail}. The completion has no reward; more of these are only counted"
+            print(f"rewards: {failure.cause}: {note}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
         """Ends the workers."""
         for worker in self._workers:
             worker.stop()
 
-    __exit__ = close
+    def __exit__(self, *_) -> None:
+        self.close()
 
 
 # ---- Worker processes --------------------------------------------------------------------------------------
@@ -145,23 +175,25 @@ class Scorer(AbstractContextManager):
 class _Worker:
     """One worker process, started when it is needed and again after it was stopped."""
 
-    def __init__(self, specs):
+    def __init__(self, specs: list[str]):
         self.specs, self.process = specs, None
 
-    def start(self):
+    def start(self) -> None:
+        """Starts the process and lets it load all functions. Raises UserError where one cannot be loaded."""
         self.channel, theirs = socket.socketpair()
         command = [sys.executable, os.path.abspath(__file__), "--worker", str(MEMORY_LIMIT)]
         settings = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"}
         with theirs:  # in a session of its own, so that one signal reaches what a function started as well
             self.process = Popen(command, stdin=PIPE, stdout=theirs, env=settings, start_new_session=True)
-        for spec in self.specs:
-            [[_, cause, detail]] = self.call({"spec": spec, "name": spec, "completions": [""]}, LOAD_SECONDS)
-            if cause:
+        for spec in self.specs:  # a request without a prompt only loads
+            [loaded] = self.call({"spec": spec, "name": spec, "completions": [""]}, LOAD_SECONDS)
+            if loaded.cause:
                 self.stop()
-                raise UserError(detail if cause == "error" else f"--reward {spec}: while importing, {detail}")
+                raise UserError(loaded.detail if loaded.cause == "error"
+                                else f"--reward {spec}: while importing, {loaded.detail}")
 
-    def call(self, request, limit):
-        """What _evaluate returns, also when `limit` seconds pass or the process ends."""
+    def call(self, request: dict, limit: float) -> list[Outcome]:
+        """What _evaluate returns for the request, also when `limit` seconds pass or the process ends."""
         if not self.process:
             self.start()
         name, count, process, reply = request["name"], len(request["completions"]), self.process, b""
@@ -171,17 +203,17 @@ class _Worker:
                 self.channel.sendall(json.dumps(request, default=str).encode() + b"\n")  # dates become text
                 reply = self.channel.makefile("rb").readline()
         except TimeoutError:
-            return [[None, f"timeout: {name}", f"it took over {limit:g} s"]] * count
-        finally:  # after Ctrl-C too: a reply still to come would answer the next request
+            return [Outcome(None, f"timeout: {name}", f"it took over {limit:g} s")] * count
+        finally:  # after Ctrl-C too: a reply still to come would be taken for that to the next request
             if not reply.endswith(b"\n"):
                 self.stop()
         if self.process:
-            return json.loads(reply)
+            return [Outcome(*values) for values in json.loads(reply)]
         code = process.returncode
         what = signal.strsignal(-code) if code < 0 else f"exit code {code}"
-        return [[None, f"crash: {name}: {what}", f"the process ended ({what})"]] * count
+        return [Outcome(None, f"crash: {name}: {what}", f"the process ended ({what})")] * count
 
-    def stop(self):
+    def stop(self) -> None:
         """Ends the process with all that it started."""
         if self.process:
             with self.process, self.channel, suppress(ProcessLookupError):
@@ -189,8 +221,11 @@ class _Worker:
             self.process = None
 
 
-def _worker(memory):
-    """Answers each line of its socket, a request, with a line of outcomes."""
+def _worker(memory: int) -> None:
+    """The worker process: answers each line of its socket, a request, with a line of outcomes.
+
+    memory: bytes of private memory that it may hold.
+    """
     channel = socket.socket(fileno=os.dup(1)).makefile("rw")
     lifeline, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -199,26 +234,28 @@ def _worker(memory):
     # which ends this process even inside C code (an exploding regex) that never gets to read again.
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
-    resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))  # not _AS: torch maps far more
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))  # not RLIMIT_AS: torch maps more than it uses
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in channel:
         request = json.loads(line)
         try:
             _load(request["spec"])
-            outcomes = _evaluate(**request) if "prompt" in request else [[None, "", ""]]
+            outcomes = _evaluate(**request) if "prompt" in request else [Outcome(None)]
         except UserError as error:
-            outcomes = [[None, "error", str(error)]]
+            outcomes = [Outcome(None, "error", str(error))]
         print(json.dumps(outcomes), file=channel, flush=True)
 
 
-# ---- Calling a function, in a worker or here ---------------------------------------------------------------
+# ---- Calling a function, in a worker or in the caller's process --------------------------------------------
 
-def _evaluate(spec, name, prompt, completions, completion_ids, columns, state):
-    """Calls a function for one group: [reward or None, cause of failure or "", detail] per completion."""
+def _evaluate(spec: str, name: str, prompt: str | list[dict], completions: list[str],
+              completion_ids: list[list[int]], columns: dict, state: dict) -> list[Outcome]:
+    """Calls a function for one group: an Outcome for each completion. name: for messages."""
     function, path = _load(spec)
-    columns, chat, n = {**columns, "prompts": prompt}, not isinstance(prompt, str), len(completions)
+    n, chat = len(completions), not isinstance(prompt, str)
     keywords = {  # copies: a function that pops from a list must not change the other rows
         **{column: [copy.deepcopy(value) for _ in completions] for column, value in columns.items()},
+        "prompts": [copy.deepcopy(prompt) for _ in completions],
         "completions": [[{"role": "assistant", "content": text}] if chat else text for text in completions],
         "completion_ids": copy.deepcopy(completion_ids),
         "trainer_state": SimpleNamespace(**state),
@@ -232,23 +269,26 @@ def _evaluate(spec, name, prompt, completions, completion_ids, columns, state):
             values = asyncio.run(values)
         values = list(values)
     except (Exception, SystemExit) as error:
-        return [[None, f"exception: {name}: {type(error).__name__}", _where(error, path)]] * n
+        return [Outcome(None, f"exception: {name}: {type(error).__name__}", _describe(error, path))] * n
     if len(values) != n:
-        return [[None, f"length: {name}", f"it returned {len(values)} values for {n} completions"]] * n
+        return [Outcome(None, f"length: {name}", f"it returned {len(values)} values for {n} completions")] * n
     return [_outcome(value, name) for value in values]
 
 
-def _outcome(value, name):
+def _outcome(value: object, name: str) -> Outcome:
+    """The Outcome for one value that the function `name` returned."""
+    if value is None:  # the function does not apply to this completion
+        return Outcome(None)
     try:
-        number = None if value is None else value.__float__()  # not float(value), which takes text
-        cause = "" if number is None or isfinite(number) else f"{abs(number)}: {name}"
+        number = value.__float__()  # not float(value), which takes text
+        cause = "" if isfinite(number) else f"{abs(number)}: {name}"
     except Exception:  # whatever a type of the user's raises
-        return [None, f"type: {name}", f"it returned a {type(value).__name__} for a number"]
-    return [None if cause else number, cause, f"it returned {number}"]
+        return Outcome(None, f"type: {name}", f"it returned a {type(value).__name__} for a number")
+    return Outcome(None, cause, f"it returned {number}") if cause else Outcome(number)
 
 
 @cache
-def _load(spec):
+def _load(spec: str) -> tuple[Callable, str]:
     """(function, its file) for a built-in's name or "path/file.py:function". Raises UserError."""
     if spec in BUILTINS:
         return BUILTINS[spec], __file__
@@ -264,14 +304,14 @@ def _load(spec):
             found.loader.exec_module(sys.modules[module_name])
     except (Exception, SystemExit) as error:
         sys.modules.pop(module_name, None)
-        raise UserError(f"--reward {spec}: the file cannot be imported: {_where(error, path)}") from error
+        raise UserError(f"--reward {spec}: the file cannot be imported: {_describe(error, path)}") from error
     function = getattr(sys.modules[module_name], name, None)
     if not callable(function):
         raise UserError(f"--reward {spec}: {path} has no function {name!r}")
     return function, path
 
 
-def _where(error, path):
+def _describe(error: BaseException, path: str) -> str:
     """The exception in one line, with the last line of the file `path` that it passed through."""
     said = " ".join(" ".join(traceback.format_exception_only(error)).split())[:500]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
