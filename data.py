@@ -131,6 +131,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether messages go through a template."""
         return self._template is not None
 
     def render(self, prompt: str | list[dict]) -> str:

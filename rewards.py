@@ -73,12 +73,12 @@ class Outcome(NamedTuple):
 class Scorer(AbstractContextManager):
     """Scores groups with one or several reward functions, in worker processes that can be killed.
 
-    specs: names of built-in functions, or "path/file.py:function".
+    specs: names of built-in functions, or "path/file.py:function"; weights: one for each, 1 by default.
     timeout: seconds for one function on one group or, where that fails, on one completion.
     workers: how many groups are scored at a time. 0 calls the functions in this process and thread, without a
     time limit: for those that need its GPU.
-    `failures` counts the completions without reward by cause ("exception: f: ZeroDivisionError"); `state` is
-    what functions see as trainer_state. Raises UserError for wrong arguments.
+    `failures` counts failures by their cause ("exception: f: ZeroDivisionError"); `state` is what functions
+    see as trainer_state. Raises UserError for wrong arguments.
     """
 
     def __init__(self, specs: list[str], weights: list[float] | None = None, timeout: float = 30.0,
@@ -92,7 +92,7 @@ class Scorer(AbstractContextManager):
             raise UserError("--reward_timeout must be above 0, up to 1e6 seconds; --reward_workers 0 or more")
         names = [spec.rpartition(":")[2] for spec in specs]
         self.names = dict(zip(specs, names if len(set(names)) == len(names) else specs))
-        self.timeout, self.failures, self._first = timeout, Counter(), True
+        self.timeout, self.failures, self._first_call = timeout, Counter(), True
         self.state = {"global_step": 0, "max_steps": 0, "epoch": 0.0}
         self._workers = [_Worker(specs) for _ in range(workers)]
         if workers:
@@ -117,9 +117,9 @@ class Scorer(AbstractContextManager):
         else:
             with ThreadPoolExecutor(len(workers)) as pool:
                 list(pool.map(share, range(len(workers))))  # list() raises what a thread raised
-        if self._first and groups:
+        if self._first_call and groups:
             self._refuse_broken(groups, results)
-            self._first = False
+            self._first_call = False
         return [self._combine(by_function) for by_function in results]
 
     def _outcomes(self, worker: "_Worker | None", spec: str, group: Group) -> list[Outcome]:
@@ -133,7 +133,10 @@ class Scorer(AbstractContextManager):
         return [self._outcomes(worker, spec, single)[0] for single in singles]
 
     def _refuse_broken(self, groups: list[Group], results: list[list[list[Outcome]]]) -> None:
-        """UserError for a function that failed on every completion by its own doing."""
+        """Raises UserError for a function that failed on all completions.
+
+        Time-outs and crashes may be the fault of the completions: they are only counted.
+        """
         for spec, by_group in zip(self.names, zip(*results)):
             outcomes = [outcome for outcomes in by_group for outcome in outcomes]
             if outcomes and all(o.cause.startswith(("exception", "length", "type")) for o in outcomes):
@@ -221,7 +224,7 @@ class _Worker:
             self.process = None
 
 
-def _worker(memory: int) -> None:
+def _serve(memory: int) -> None:
     """The worker process: answers each line of its socket, a request, with a line of outcomes.
 
     memory: bytes of private memory that it may hold.
@@ -250,7 +253,7 @@ def _worker(memory: int) -> None:
 
 def _evaluate(spec: str, name: str, prompt: str | list[dict], completions: list[str],
               completion_ids: list[list[int]], columns: dict, state: dict) -> list[Outcome]:
-    """Calls a function for one group: an Outcome for each completion. name: for messages."""
+    """Calls a function for one group: an Outcome for each completion. name: the function's, in messages."""
     function, path = _load(spec)
     n, chat = len(completions), not isinstance(prompt, str)
     keywords = {  # copies: a function that pops from a list must not change the other rows
@@ -272,10 +275,10 @@ def _evaluate(spec: str, name: str, prompt: str | list[dict], completions: list[
         return [Outcome(None, f"exception: {name}: {type(error).__name__}", _describe(error, path))] * n
     if len(values) != n:
         return [Outcome(None, f"length: {name}", f"it returned {len(values)} values for {n} completions")] * n
-    return [_outcome(value, name) for value in values]
+    return [_check_value(value, name) for value in values]
 
 
-def _outcome(value: object, name: str) -> Outcome:
+def _check_value(value: object, name: str) -> Outcome:
     """The Outcome for one value that the function `name` returned."""
     if value is None:  # the function does not apply to this completion
         return Outcome(None)
@@ -503,4 +506,4 @@ def _arithmetic(node: ast.expr) -> Fraction:
 
 
 if __name__ == "__main__":
-    sys.exit(_worker(int(sys.argv[2])) if sys.argv[1:2] == ["--worker"] else __doc__)
+    sys.exit(_serve(int(sys.argv[2])) if sys.argv[1:2] == ["--worker"] else __doc__)
