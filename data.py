@@ -29,11 +29,12 @@ import jinja2.meta
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-BUILT_IN = {"digits": 100, "sums": 512}  # the number of prompts held out
+BUILT_IN = {"digits": 100, "sums": 512}  # the built-in tasks, and how many prompts each holds out
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-# Where prompts (TRL and verl, conversations, GSM8K, MATH) and gold answers are looked for, in this order.
-# Text in "prompt" is encoded as it is; in any other column it is a question and becomes a user message.
-PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")  # then Countdown's "nums" with "target"
+# Where prompts are looked for, in this order: the columns of TRL and verl, of conversations, of GSM8K and of
+# MATH; then Countdown's "nums" with "target". Text in "prompt" is encoded as it is; in any other column it is
+# a question and becomes a user message.
+PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
 ANSWER_COLUMNS = ("answer", "reward_model.ground_truth", "solution", "ground_truth", "target")
 
 
@@ -44,108 +45,130 @@ class UserError(ValueError):
 # ---- The tokenizer -----------------------------------------------------------------------------------------
 
 class Tokenizer:
-    """The tokenizer.json, tokenizer_config.json, chat template and EOS ids of a Hugging Face folder.
+    """The tokenizer.json, special tokens, EOS ids and chat template of a Hugging Face folder.
 
-    chat_template: path of a jinja file that overrides the model's template, or the name of one where the
-    model has several. chat_template_kwargs: a JSON object of what the template is given besides the messages.
+    chat_template: the path of a jinja file to use instead of the model's template, or the name of one of
+    them where the model has several. chat_template_kwargs: a JSON object with keywords for the template.
     Raises UserError when a file is missing or broken, and for keywords that the template does not mention.
     """
 
     def __init__(self, folder: str | Path, chat_template: str | None = None, chat_template_kwargs: str = ""):
         self.folder = Path(folder)
+        self._tokenizer = self._load_tokenizer()
+        model, generation, special, config = (_read_object(self.folder / f"{name}.json") for name in (
+            "config", "generation_config", "special_tokens_map", "tokenizer_config"))
+        # A special token is written as text, or as an object with its text under "content".
+        tokens = {name: token.get("content") if isinstance(token, dict) else token
+                  for name, token in {**special, **config}.items() if name.endswith("_token")}
+        self._special = {name: token for name, token in tokens.items() if isinstance(token, str)}
+        self.eos_token_ids = self._find_eos(generation, model)
+        self._bos = self._find_bos(config.get("add_bos_token"))
+        keywords = _parse_keywords(chat_template_kwargs)
+        self._template = self._load_template(config.get("chat_template"), chat_template, keywords)
+
+    def _load_tokenizer(self) -> tokenizers.Tokenizer:
         file = self.folder / "tokenizer.json"
         if not file.is_file():
             raise UserError(f"{file} is missing: --model needs a Hugging Face folder with a tokenizer.json")
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing more precise
             raise UserError(f"{file} cannot be read ({error}): fetch the model again") from None
-        # Some tokenizer.json carry padding or truncation, which would change prompts without a word.
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self.vocab_size = self._tokenizer.get_vocab_size()  # the model's embedding may have more rows
-        names = ("config", "generation_config", "special_tokens_map", "tokenizer_config")
-        files = [self.folder / f"{name}.json" for name in names]
-        base, generation, special, config = (
-            _parse_json(file, _read_text(file)) if file.is_file() else {} for file in files)
-        for where, read in zip(files, (base, generation, special, config)):
-            if not isinstance(read, dict):
-                raise UserError(f"{where} holds no JSON object {{…}}: fetch the model again")
-        tokens = {name: token.get("content") if isinstance(token, dict) else token
-                  for name, token in {**special, **config}.items() if name.endswith("_token")}
-        self._special = {name: token for name, token in tokens.items() if isinstance(token, str)}
-        bos, eos = (self._tokenizer.token_to_id(self._special.get(name, ""))
-                    for name in ("bos_token", "eos_token"))
-        ids = next((c["eos_token_id"] for c in (generation, base) if c.get("eos_token_id") is not None), [])
-        # The tokenizer's own too: chat models end their turn with it, and some configs name only the base's.
-        ids = [*(ids if isinstance(ids, list) else [ids]), *([] if eos is None else [eos])]
+        # The file may ask for padding or truncation, which would silently change the prompts.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
+
+    def _find_eos(self, generation: dict, model: dict) -> list[int]:
+        """Sorted ids: those of generation_config.json, or else of config.json, and the tokenizer's own.
+
+        Chat models end their turn with the tokenizer's, and some configs name only that of the base model.
+        """
+        ids = next((c["eos_token_id"] for c in (generation, model) if c.get("eos_token_id") is not None), [])
+        ids = ids if isinstance(ids, list) else [ids]
+        own = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        if own is not None:
+            ids = [*ids, own]
         if wrong := [i for i in ids if type(i) is not int or not 0 <= i < 2**31]:
             raise UserError(f"{self.folder}: eos_token_id {wrong[0]!r} in generation_config.json or "
                             "config.json is no token id: correct it")
-        self.eos_token_ids = sorted(set(ids))
-        if not self.eos_token_ids:
+        if not ids:
             raise UserError(f"{self.folder} names no EOS token: put eos_token_id into generation_config.json")
-        if config.get("add_bos_token") is None:
-            # Added tokens can always be encoded, so this shows what the post-processor puts before a text.
-            try:
-                probe = self._tokenizer.encode(self._tokenizer.id_to_token(self.eos_token_ids[0]) or "")
-            except Exception as error:  # as above
-                raise UserError(f"{file} cannot encode its EOS ({error}): fetch the model again") from None
-            bos = probe.ids[0] if probe.special_tokens_mask[:1] == [1] else None
-        self._bos = [] if bos is None or config.get("add_bos_token") is False else [bos]
-        keywords = _template_keywords(chat_template_kwargs)
-        self._template = self._load_template(config.get("chat_template"), chat_template, keywords)
-        self.has_chat_template = self._template is not None
+        return sorted(set(ids))
+
+    def _find_bos(self, add_bos_token: bool | None) -> list[int]:
+        """[id of the token that every prompt begins with], or [] where prompts begin with none."""
+        if add_bos_token is False:
+            return []
+        if add_bos_token is not None:
+            bos = self._tokenizer.token_to_id(self._special.get("bos_token", ""))
+            return [] if bos is None else [bos]
+        # Where tokenizer_config.json does not say, the tokenizer's post-processor decides. Encoding any text
+        # shows whether it puts a token in front. EOS is a text that every tokenizer can encode.
+        try:
+            probe = self._tokenizer.encode(self._tokenizer.id_to_token(self.eos_token_ids[0]) or "")
+        except Exception as error:  # the library raises nothing more precise
+            raise UserError(f"{self.folder / 'tokenizer.json'} cannot encode its EOS ({error}): "
+                            "fetch the model again") from None
+        return probe.ids[:1] if probe.special_tokens_mask[:1] == [1] else []
 
     def _load_template(self, configured, override: str | None, keywords: dict) -> jinja2.Template | None:
-        """From a file, else one of the templates that tokenizer_config.json has `configured`."""
+        """The template to use. configured: the chat_template of tokenizer_config.json."""
         file = Path(override) if override else self.folder / "chat_template.jinja"
         if file.is_file():
             return _compile_template(_read_text(file), str(file), self._special, keywords)
-        if isinstance(configured, str):
-            configured = [{"name": "default", "template": configured}]
         where, name = self.folder / "tokenizer_config.json", override or "default"
-        try:
-            named = {str(entry["name"]): entry["template"] + "" for entry in configured or []}
-        except (LookupError, TypeError):
-            raise UserError(f"{where}: chat_template is neither text nor a list of {{name, template}}; "
-                            "--chat_template FILE gives another") from None
-        if name not in named and (named or override):
+        named = _named_templates(configured, where)
+        if name in named:
+            return _compile_template(named[name], f"{where} ({name})", self._special, keywords)
+        if named or override:
             listed = ", ".join(sorted(named)) or "none"
             raise UserError(f"--chat_template {name}: no file, nor a template in {where} (has: {listed})")
-        if named:
-            return _compile_template(named[name], f"{where} ({name})", self._special, keywords)
         if keywords:
             raise UserError(f"--chat_template_kwargs: {self.folder} has no chat template: leave it away, or "
                             "give --chat_template FILE")
         return None
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages go through a template."""
+        return self._template is not None
+
     def render(self, prompt: str | list[dict]) -> str:
-        """Text as it is; messages up to where the answer starts, without a template their contents alone."""
+        """The text that the model sees. A text stays as it is; messages go through the chat template, up to
+        where the answer starts. Without a template their contents are joined by empty lines.
+
+        Raises UserError for messages that the template refuses.
+        """
         if isinstance(prompt, str):
             return prompt
         if self._template is None:
             return "\n\n".join(message["content"] for message in prompt)
         try:
             return self._template.render(messages=prompt)
-        except Exception as error:  # its raise_exception, or whatever its code makes of these messages
+        except Exception as error:  # the template called raise_exception, or its code fails on these messages
             raise UserError(f"the chat template of {self.folder} refuses these messages: {error}") from error
 
     def encode(self, prompt: str | list[dict]) -> list[int]:
-        """Token ids of a text or of messages. Raises UserError for what has no tokens."""
+        """Token ids of a text or of messages. Raises UserError for text that cannot be encoded."""
         return self.encode_texts([self.render(prompt)])[0]
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """The same for many rendered prompts, on all cores; an error quotes the first of them."""
+        """Token ids of many rendered prompts, encoded on all cores.
+
+        Raises UserError when one of them cannot be encoded. The library does not say which; the message
+        quotes the first, so only that of a single text names the culprit.
+        """
         encoded = []
         try:
-            for start in range(0, len(texts), 1000):  # in parts: the result takes 100 bytes a token
+            for start in range(0, len(texts), 1000):  # in parts: the library's results take 100 bytes a token
                 part = self._tokenizer.encode_batch_fast(texts[start:start + 1000], add_special_tokens=False)
                 encoded += [encoding.ids for encoding in part]
         except Exception as error:  # a character outside the vocabulary, or half of a surrogate pair
             raise UserError(
                 f"the tokenizer of {self.folder} cannot encode {texts[0][:60]!r} ({error})") from None
-        # BOS once: the template and the post-processor may both write it. Nothing that the latter appends.
+        # Exactly one BOS: a template may have written it already. The post-processor is switched off
+        # (add_special_tokens=False), because it may also append EOS, and the model has yet to answer.
         return [ids if ids[:1] == self._bos else self._bos + ids for ids in encoded]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -153,7 +176,8 @@ class Tokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
-def _template_keywords(text: str) -> dict:
+def _parse_keywords(text: str) -> dict:
+    """The value of --chat_template_kwargs."""
     try:
         keywords = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -164,15 +188,32 @@ def _template_keywords(text: str) -> dict:
     return keywords
 
 
+def _named_templates(configured, where: Path) -> dict[str, str]:
+    """{name: template} from the chat_template of tokenizer_config.json: a text, a list of them, or None."""
+    if isinstance(configured, str):
+        return {"default": configured}
+    try:
+        named = {str(entry["name"]): entry["template"] for entry in configured or []}
+        if not all(isinstance(template, str) for template in named.values()):
+            raise TypeError
+    except (LookupError, TypeError):
+        raise UserError(f"{where}: chat_template is neither text nor a list of {{name, template}}; "
+                        "--chat_template FILE gives another") from None
+    return named
+
+
 def _compile_template(source: str, where: str, special: dict, keywords: dict) -> jinja2.Template:
-    """With the settings and helpers of transformers, for which templates are written."""
+    """Compiles with the settings and helpers of transformers, because templates are written for those.
+
+    special: {"eos_token": text, …}. Raises UserError for a broken template and for unknown keywords.
+    """
     def raise_exception(message):
         raise jinja2.TemplateError(message)
 
     # Sandboxed: a template is code that came with somebody's weights.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    # None for tools and documents: templates ask `is not none`, which is true of an undefined name.
+    # tools and documents must be None: templates ask `tools is not none`, which holds for an undefined name.
     environment.globals.update(special, tools=None, documents=None, add_generation_prompt=True,
                                raise_exception=raise_exception, strftime_now=time.strftime)
     environment.filters["tojson"] = (  # jinja's own writes < > & ' as \u escapes, for HTML
@@ -180,13 +221,13 @@ def _compile_template(source: str, where: str, special: dict, keywords: dict) ->
     try:
         template = environment.from_string(source, globals=keywords)
         mentioned = jinja2.meta.find_undeclared_variables(environment.parse(source))
-    except Exception as error:  # TemplateSyntaxError, or too deep for jinja, or for the Python that it writes
+    except Exception as error:  # a syntax error, or nesting too deep for jinja or for the Python it generates
         raise UserError(f"{where}, line {getattr(error, 'lineno', 1)}: not a jinja template: "
                         f"{getattr(error, 'message', error)}; --chat_template FILE gives another") from None
-    takes = mentioned - {"messages", *environment.globals}  # these it is given by us
-    for name in keywords.keys() - takes:  # would do nothing, without a word
-        raise UserError(f"--chat_template_kwargs {name!r} is no keyword of {where}: " + (
-            f"it takes {', '.join(sorted(takes))}" if takes else "it takes none, leave the option away"))
+    accepted = mentioned - {"messages", *environment.globals}  # the latter are set here, not by the user
+    if unknown := sorted(keywords.keys() - accepted):  # jinja would ignore them without a word
+        takes = ", ".join(sorted(accepted)) or "none, leave the option away"
+        raise UserError(f"--chat_template_kwargs {unknown[0]!r} is no keyword of {where}: it takes {takes}")
     return template
 
 
@@ -210,7 +251,7 @@ def write_digits_tokenizer(folder: str | Path) -> None:
 class Prompt:
     prompt: str | list[dict]  # what reward functions see: text, or messages
     token_ids: list[int]
-    columns: dict[str, object]  # every other column of the row; the gold answer, or None, is under "answer"
+    columns: dict[str, object]  # every other column of the row; "answer" holds the gold answer, or None
 
 
 @dataclass
@@ -218,7 +259,22 @@ class PromptSet:
     train: list[Prompt]
     held_out: list[Prompt]  # filled by the built-in tasks; empty for files
     notes: list[str]  # lines for the console
-    fingerprint: str  # sha256 over prompts as encoded, and columns: tells at resume that the data changed
+    fingerprint: str  # sha256 of token ids and columns, by which a resumed run sees that its data changed
+
+
+def load_data(sources: list[str], tokenizer: Tokenizer, **options) -> PromptSet:
+    """The prompts of several sources as one list, in the order given; options: those of load_prompts.
+
+    A column that only some of the sources have is None in the others' prompts.
+    """
+    sets = [load_prompts(source, tokenizer, **options) for source in sources]
+    if len(sets) == 1:
+        return sets[0]
+    names = dict.fromkeys(name for s in sets for name in s.train[0].columns)  # prompts of a set have the same
+    train = [replace(p, columns=names | p.columns) for s in sets for p in s.train]
+    held_out = [replace(p, columns=names | p.columns) for s in sets for p in s.held_out]
+    notes = [f"{source}: {note}" for source, s in zip(sources, sets) for note in s.notes]
+    return PromptSet(train, held_out, notes, _sha256([s.fingerprint for s in sets]))
 
 
 def load_prompts(source: str, tokenizer: Tokenizer, *, max_prompt_length: int,
@@ -226,39 +282,25 @@ def load_prompts(source: str, tokenizer: Tokenizer, *, max_prompt_length: int,
                  answer_column: str | None = None) -> PromptSet:
     """Read and encode the prompts of a built-in task ("digits", "sums") or of a file.
 
-    Prompts of more than max_prompt_length tokens are dropped. system_prompt goes before those without a
-    system message of their own; plain text then becomes messages. prompt_column, answer_column: instead of
-    those recognised; "a.b" is field b of the objects in column a. Raises UserError with file and line.
+    Prompts of more than max_prompt_length tokens are dropped. system_prompt goes before prompts that have no
+    system message; plain text then becomes messages. prompt_column and answer_column replace the columns
+    that are looked for; "a.b" is field b of the objects in column a. Raises UserError with file and line.
     """
     rows = _built_in_rows(source) if source in BUILT_IN else _read_rows(Path(source))
     prompt_column = _choose_column(source, rows, prompt_column, answer_column)
     answer_columns = (answer_column,) if answer_column else ANSWER_COLUMNS
     # Every row gets every column, as in a table: a reward function may name any of them as a parameter.
     names = dict.fromkeys(name for _, row in rows for name in row if name != prompt_column or name == "nums")
-    made, texts, encoded = [], [], []
-    try:
-        for where, row in rows:
-            made.append(_prompt_of(row, prompt_column, system_prompt))
-            texts.append(tokenizer.render(made[-1]))
-        try:
-            encoded = tokenizer.encode_texts(texts)
-        except UserError:
-            for (where, _), text in zip(rows, texts):  # one by one, to find the row
-                encoded.append(tokenizer.encode(text))
-    except UserError as error:
-        raise UserError(f"{source}, {where}: {error}") from error
+    encoded = _encode_rows(source, rows, prompt_column, system_prompt, tokenizer)
     prompts, golds = [], []
-    for (where, row), prompt, token_ids in zip(rows, made, encoded):
-        if not token_ids:
-            raise UserError(f"{source}, {where}: the prompt has no tokens: a chat template leaves it out?")
+    for (where, row), (prompt, token_ids) in zip(rows, encoded):
         if len(token_ids) <= max_prompt_length:
-            found = next((name for name in answer_columns if _field(row, name) is not None), None)
-            gold = found and _field(row, found)
-            golds.append((where, found, gold))
+            column, gold = _find_gold(row, answer_columns)
+            golds.append((where, column, gold))
             columns = {name: row.get(name) for name in names} | {"answer": gold}
             prompts.append(Prompt(prompt, token_ids, columns))
     dropped = len(rows) - len(prompts)
-    if not prompts or dropped and source in BUILT_IN:  # a task's split must not depend on the limit
+    if not prompts or dropped and source in BUILT_IN:  # what a task holds out must not depend on the limit
         raise UserError(f"{source}: {dropped} of {len(rows)} prompts are longer than --max_prompt_length "
                         f"{max_prompt_length}; raise it")
     notes = _notes(prompts, golds, prompt_column)
@@ -266,25 +308,11 @@ def load_prompts(source: str, tokenizer: Tokenizer, *, max_prompt_length: int,
         notes.append(f"{dropped} prompts longer than {max_prompt_length} tokens dropped")
     if tokenizer.has_chat_template and isinstance(prompts[0].prompt, str):
         notes.append("prompts are plain text: no chat template (messages or --system_prompt would use it)")
-    # Of the prompts as encoded: some chat templates print the date, and the same file then reads differently.
+    # Of token ids, not of the file: a chat template that prints the date makes other prompts on another day.
     fingerprint = _sha256([[p.token_ids, p.columns] for p in prompts])
-    held_out = BUILT_IN.get(source, 0)  # of "digits" all: it is evaluated on what it is trained on
-    return PromptSet(prompts[held_out:] or prompts, prompts[:held_out], notes, fingerprint)
-
-
-def load_data(sources: list[str], tokenizer: Tokenizer, **how) -> PromptSet:
-    """The prompts of several sources as one list, in the order given; how: as in load_prompts.
-
-    A column that only some of the sources have is None in the others' prompts.
-    """
-    sets = [load_prompts(source, tokenizer, **how) for source in sources]
-    if len(sets) == 1:
-        return sets[0]
-    train, held_out = [p for s in sets for p in s.train], [p for s in sets for p in s.held_out]
-    names = dict.fromkeys(name for p in [*train, *held_out] for name in p.columns)
-    train, held_out = ([replace(p, columns=names | p.columns) for p in part] for part in (train, held_out))
-    notes = [f"{source}: {note}" for source, s in zip(sources, sets) for note in s.notes]
-    return PromptSet(train, held_out, notes, _sha256([s.fingerprint for s in sets]))
+    held_out = BUILT_IN.get(source, 0)
+    train = prompts[held_out:] or prompts  # "digits" holds out all its prompts, and trains on the same ones
+    return PromptSet(train, prompts[:held_out], notes, fingerprint)
 
 
 def _sha256(value) -> str:
@@ -302,8 +330,8 @@ def _built_in_rows(task: str) -> list[tuple[str, dict]]:
     return [(f"prompt {n}", row) for n, row in enumerate(table, start=1)]
 
 
-def _choose_column(source: str, rows: list, prompt_column, answer_column) -> str:
-    """The prompts' column; "nums" stands for Countdown."""
+def _choose_column(source: str, rows: list, prompt_column: str | None, answer_column: str | None) -> str:
+    """The column that holds the prompts; "nums" stands for Countdown. Checks both options."""
     columns = set().union(*(row for _, row in rows))
     listed = "its columns: " + ", ".join(sorted(columns))
     for flag, name in ("--prompt_column", prompt_column), ("--answer_column", answer_column):
@@ -317,15 +345,30 @@ def _choose_column(source: str, rows: list, prompt_column, answer_column) -> str
     return found
 
 
-def _field(row: dict, name: str):
-    """row["a"]["b"] for "a.b"; None where there is nothing."""
-    for part in [name] if name in row else name.split("."):
-        row = row.get(part) if isinstance(row, dict) else None
-    return row
+def _encode_rows(source: str, rows: list, column: str, system_prompt: str | None,
+                 tokenizer: Tokenizer) -> list[tuple[str | list[dict], list[int]]]:
+    """(prompt, token ids) of every row. Its errors name the row."""
+    prompts, texts, encoded = [], [], []
+    try:
+        for where, row in rows:
+            prompts.append(_prompt_of(row, column, system_prompt))
+            texts.append(tokenizer.render(prompts[-1]))
+        try:
+            encoded = tokenizer.encode_texts(texts)
+        except UserError:
+            for (where, _), text in zip(rows, texts):  # again one by one, to find the row
+                encoded.append(tokenizer.encode(text))
+        for (where, _), token_ids in zip(rows, encoded):
+            if not token_ids:
+                raise UserError("the prompt has no tokens: a chat template leaves it out?")
+    except UserError as error:
+        raise UserError(f"{source}, {where}: {error}") from error
+    return list(zip(prompts, encoded))
 
 
 def _prompt_of(row: dict, column: str, system_prompt: str | None) -> str | list[dict]:
-    value = _countdown(row) if column == "nums" else _field(row, column)
+    """The prompt of a row: text only where column "prompt" holds text and no system prompt goes before it."""
+    value = _countdown_question(row) if column == "nums" else _field(row, column)
     if value is None or value == [] or isinstance(value, str) and not value.strip():
         raise UserError(f"{column!r} is missing or empty: fill it in or remove the row")
     if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""", value):
@@ -334,24 +377,29 @@ def _prompt_of(row: dict, column: str, system_prompt: str | None) -> str | list[
         if column == "prompt" and not system_prompt:
             return value
         value = [{"role": "user", "content": value}]
-    messages = value if isinstance(value, list) else [value]
-    for turn in messages:
-        if not isinstance(turn, dict) or {type(turn.get("role")), type(turn.get("content"))} != {str}:
-            raise UserError(f'{column!r} must be text or a list of {{"role": …, "content": text}}, not '
-                            f"{json.dumps(turn)[:80]}")
-    # Parquet gives every message every field, but templates ask `'tool_calls' in message`: drop null ones.
-    messages = [{key: field for key, field in turn.items() if field is not None} for turn in messages]
-    if column == "messages" and messages[-1]["role"] == "assistant":
-        messages.pop()  # a whole conversation: here the model writes its own reply
-    if not messages or messages[-1]["role"] == "assistant":
-        raise UserError(f"{column!r} ends with the assistant's turn: end it with the user's")
+    messages = _check_messages(value if isinstance(value, list) else [value], column)
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
     return messages
 
 
-def _countdown(row: dict) -> str:
-    """The question. Puts numbers into the row where .csv has text."""
+def _check_messages(turns: list, column: str) -> list[dict]:
+    """The messages without null fields, and without the reply that ends a conversation in "messages"."""
+    for turn in turns:
+        if not isinstance(turn, dict) or {type(turn.get("role")), type(turn.get("content"))} != {str}:
+            raise UserError(f'{column!r} must be text or a list of {{"role": …, "content": text}}, not '
+                            f"{json.dumps(turn)[:80]}")
+    # Parquet gives every message every field, if only null; templates ask `'tool_calls' in message`.
+    messages = [{key: field for key, field in turn.items() if field is not None} for turn in turns]
+    if column == "messages" and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or messages[-1]["role"] == "assistant":
+        raise UserError(f"{column!r} ends with the assistant's turn: end it with the user's")
+    return messages
+
+
+def _countdown_question(row: dict) -> str:
+    """The puzzle in words. In the row, numbers that .csv has as text become numbers, for the reward."""
     try:
         nums, target = (json.loads(v) if isinstance(v, str) else v for v in (row["nums"], row["target"]))
         if not nums or not all(isinstance(n, (int, float)) for n in [*nums, target]):
@@ -363,49 +411,81 @@ def _countdown(row: dict) -> str:
             f"parentheses, write an expression that equals {target}. Put it into <answer> </answer>.")
 
 
+def _find_gold(row: dict, columns: tuple[str, ...]) -> tuple[str | None, object]:
+    """(column, gold answer) from the first of the columns that has one; (None, None) if none has."""
+    for name in columns:
+        if (gold := _field(row, name)) is not None:
+            return name, gold
+    return None, None
+
+
+def _field(row: dict, name: str):
+    """row["a"]["b"] for "a.b", unless a column is called "a.b"; None where there is nothing."""
+    for part in [name] if name in row else name.split("."):
+        row = row.get(part) if isinstance(row, dict) else None
+    return row
+
+
 def _notes(prompts: list[Prompt], golds: list, prompt_column: str) -> list[str]:
     """What the person who started the run should know about the file; golds: [(where, column, gold), …]."""
-    used = dict.fromkeys(found for _, found, gold in golds if gold is not None)
+    used = dict.fromkeys(column for _, column, _ in golds if column)
     from_columns = " or ".join(map(repr, used)) or "nowhere (--answer_column names their column)"
     notes = [f"{len(prompts)} prompts from {prompt_column!r}, gold answers from {from_columns}"]
     if repeated := len(prompts) - len({json.dumps(p.prompt) for p in prompts}):
         notes.append(f"{repeated} duplicate prompts kept")
-    gsm8k = any(isinstance(gold, str) and "####" in gold for _, _, gold in golds)
-    broken = []
-    for where, found, gold in golds:
-        # A first look, for the shape that the file has; the reward function parses for itself.
-        boxed = (prompt_column, found) == ("problem", "solution")
-        shape = r"####[^\d\n]*\d" if gsm8k else r"\\(boxed|fbox)\s*(\{\s*[^\s}]|[^\s{])" if boxed else r"\S"
-        if gold is None or gold != gold or isinstance(gold, str) and not re.search(shape, gold):  # NaN ≠ NaN
-            broken.append(where)
+    broken = _unparseable(golds, prompt_column)
     if used and broken:
         notes.append(f"{len(broken)} gold answers cannot be parsed: no completion can match them (kept; the "
                      f"first is in {broken[0]})")
     return notes
 
 
+def _unparseable(golds: list, prompt_column: str) -> list[str]:
+    """Where the gold answers stand that do not have the shape of their file's kind.
+
+    Only a warning at the start; the reward functions parse for themselves.
+    """
+    gsm8k = any(isinstance(gold, str) and "####" in gold for _, _, gold in golds)
+    broken = []
+    for where, column, gold in golds:
+        if gsm8k:
+            shape = r"####[^\d\n]*\d"
+        elif (prompt_column, column) == ("problem", "solution"):  # MATH
+            shape = r"\\(boxed|fbox)\s*(\{\s*[^\s}]|[^\s{])"
+        else:
+            shape = r"\S"
+        missing = gold is None or gold != gold  # only NaN differs from itself
+        if missing or isinstance(gold, str) and not re.search(shape, gold):
+            broken.append(where)
+    return broken
+
+
 # ---- Reading files -----------------------------------------------------------------------------------------
 
 def _read_rows(path: Path) -> list[tuple[str, dict]]:
-    """([("line 1", row), …], sha256 of the file)."""
+    """[("line 1", row), …]: every row with the place that error messages name."""
     suffix = path.suffix.lower()
-    if suffix not in SUFFIXES or not os.path.isfile(path):  # which is False for a name too long, too
+    if suffix not in SUFFIXES or not os.path.isfile(path):  # Path.is_file raises for a name that is too long
         raise UserError(f"{path}: not a built-in task ({', '.join(BUILT_IN)}), nor a file that is there and "
                         f"ends in {', '.join(SUFFIXES)}; give --data or --eval_data one of these")
-    if suffix == ".csv":
-        rows = _read_csv(path)
-    elif suffix == ".parquet" or suffix == ".json" and _read_text(path).lstrip().startswith("["):
-        table = _read_parquet(path) if suffix == ".parquet" else _parse_json(path, _read_text(path))
-        rows = [(f"row {n}", row) for n, row in enumerate(table, start=1)]
-    else:  # not splitlines(): it also splits at U+2028 and its like, which JSON allows inside a string
-        lines = enumerate(_read_text(path).split("\n"), start=1)
-        rows = [(f"line {n}", _parse_json(path, line, n)) for n, line in lines if line.strip()]
+    read = {".csv": _read_csv, ".parquet": _read_parquet}.get(suffix, _read_json)
+    rows = read(path)
     if not rows:
         raise UserError(f"{path} holds no rows")
     for where, row in rows:
         if not isinstance(row, dict):
             raise UserError(f"{path}, {where}: a row must be an object {{…}}, not {json.dumps(row)[:60]}")
     return rows
+
+
+def _read_json(path: Path) -> list[tuple[str, object]]:
+    """JSON lines, or the one list that a .json file may hold instead."""
+    text = _read_text(path)
+    if path.suffix.lower() == ".json" and text.lstrip().startswith("["):
+        return [(f"row {n}", row) for n, row in enumerate(_parse_json(path, text), start=1)]
+    # Not splitlines(): it also cuts at U+2028 and the like, which JSON allows inside a string.
+    lines = enumerate(text.split("\n"), start=1)
+    return [(f"line {n}", _parse_json(path, line, n)) for n, line in lines if line.strip()]
 
 
 def _read_csv(path: Path) -> list[tuple[str, dict]]:
@@ -418,21 +498,32 @@ def _read_csv(path: Path) -> list[tuple[str, dict]]:
                 raise UserError(f"{path}, line {reader.line_num}: {len(fields)} fields, but the header names "
                                 f"{len(header)} columns; quote fields that hold commas")
             rows.append((f"line {reader.line_num}", dict(zip(header, fields))))
-    except csv.Error as error:  # at a quote that never closes the reader has run to the end of the file
+    except csv.Error as error:  # line_num would mislead: after an open quote it is the last line of the file
         raise UserError(f"{path}, after {rows[-1][0] if rows else 'the header'}: {error}") from None
     return rows
 
 
-def _read_parquet(path: Path) -> list[dict]:
+def _read_parquet(path: Path) -> list[tuple[str, dict]]:
     try:
         import pyarrow.parquet
-        rows = pyarrow.parquet.read_table(io.BytesIO(path.read_bytes())).to_pylist()
+        table = pyarrow.parquet.read_table(io.BytesIO(path.read_bytes())).to_pylist()
     except ImportError:
         raise UserError(f"{path}: reading .parquet needs pyarrow: pip install pyarrow") from None
     except pyarrow.ArrowException as error:
         raise UserError(f"{path} is not a parquet file: {error}") from None
     # Dates and the like become text, because rewards are scored in other processes, which get JSON.
-    return json.loads(json.dumps(rows, default=str))
+    table = json.loads(json.dumps(table, default=str))
+    return [(f"row {n}", row) for n, row in enumerate(table, start=1)]
+
+
+def _read_object(path: Path) -> dict:
+    """The JSON object in a file of the model's folder; {} where there is no such file."""
+    if not path.is_file():
+        return {}
+    value = _parse_json(path, _read_text(path))
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object {{…}}: fetch the model again")
+    return value
 
 
 def _read_text(path: Path) -> str:
@@ -447,10 +538,10 @@ def _read_text(path: Path) -> str:
 
 
 def _parse_json(place: str | Path, text: str, line: int | None = None):
-    """line: where the text stands in its file; None when it is the whole file."""
+    """The value. place, line: where text stands, for the error; no line where text is a whole file."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # JSONDecodeError, or without a place: digits, depth
+    except (ValueError, RecursionError) as error:  # a number too long and nesting too deep have no lineno
         place = f"{place}, line {line or getattr(error, 'lineno', 1)}, column {getattr(error, 'colno', 1)}"
         raise UserError(f"{place}: broken JSON: {getattr(error, 'msg', error)}") from None
 
@@ -458,10 +549,11 @@ def _parse_json(place: str | Path, text: str, line: int | None = None):
 # ---- Order and seeds ---------------------------------------------------------------------------------------
 
 def prompt_indices(step: int, prompts_per_step: int, size: int, seed: int) -> list[int]:
-    """Indices into `size` prompts for a step: positions [step·P, (step+1)·P) of the concatenated epochs.
+    """The prompts of a step, as indices into all `size` of them: the next P = prompts_per_step of the epochs.
 
-    Every epoch is a permutation of all prompts: data smaller than a step wraps, and no prompt is dropped. The
-    order depends on nothing but the arguments: not on the number of ranks, nor on earlier calls.
+    Every epoch is a permutation of all prompts, and the epochs follow each other without a gap: a step may
+    reach into the next one, or span several, and no prompt is dropped. The order depends on nothing but the
+    arguments: not on the number of ranks, nor on earlier calls.
     """
     positions = range(step * prompts_per_step, (step + 1) * prompts_per_step)
     return [_permutation(seed, position // size, size)[position % size] for position in positions]
@@ -469,15 +561,18 @@ def prompt_indices(step: int, prompts_per_step: int, size: int, seed: int) -> li
 
 @functools.lru_cache(maxsize=2)  # a step at the seam of two epochs needs both
 def _permutation(seed: int, epoch: int, size: int) -> list[int]:
-    """Sorted by hash, not shuffled by a generator: the same in every Python version, and no state to save."""
+    """Sorted by hash: the same in every Python version, and without a random generator's state to save."""
     return sorted(range(size), key=lambda i: _hash62("order", seed, epoch, i))
 
 
 def sample_seed(seed: int, step: int, round: int, slot: int) -> int:
-    """For the prompt at index `slot` of a step's global batch; round counts a step's generations."""
+    """The seed, of 62 bits, for the completions of one prompt.
+
+    slot: the prompt's index in the step's batch over all ranks. round: 0, or the round of dynamic sampling.
+    """
     return _hash62("sample", seed, step, round, slot)
 
 
 def _hash62(*parts) -> int:
     digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2  # vLLM adds a sample's index, and int64 must hold it
+    return int.from_bytes(digest, "big") >> 2  # leaves room in int64: vLLM adds the index of the sample

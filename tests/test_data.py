@@ -312,7 +312,7 @@ def test_folder_errors(make_folder, tmp_path):
     with pytest.raises(UserError, match="absent/tokenizer.json is missing: --model"):
         Tokenizer(tmp_path / "absent")
     folder = make_folder()
-    assert Tokenizer(str(folder)).vocab_size == len(transformers.AutoTokenizer.from_pretrained(folder)) > 256
+    assert Tokenizer(str(folder)).folder == folder
     (folder / "generation_config.json").write_text('{\n"eos_token_id": 1,\n}')
     with pytest.raises(UserError, match="generation_config.json, line 3, column 1: broken JSON"):
         Tokenizer(folder)
@@ -343,7 +343,7 @@ def test_text_that_has_no_tokens(chat):
 def test_digits_task_and_its_tokenizer(tmp_path):
     data.write_digits_tokenizer(tmp_path / "tiny")
     tokenizer = Tokenizer(tmp_path / "tiny")
-    assert (tokenizer.vocab_size, tokenizer.eos_token_ids, tokenizer.has_chat_template) == (14, [12], False)
+    assert (tokenizer.eos_token_ids, tokenizer.has_chat_template) == ([12], False)
     assert tokenizer.encode("0123456789+=") == list(range(12))
     assert tokenizer.decode([1, 2, 12]) == "12" and tokenizer.decode([13, 1, 10, 12, 12]) == "1+"
     prompts = load_prompts("digits", tokenizer, max_prompt_length=4)
