@@ -197,6 +197,8 @@ class _Worker:
 
     def call(self, request: dict, limit: float) -> list[Outcome]:
         """What _evaluate returns for the request, also when `limit` seconds pass or the process ends."""
+        if self.process and self.process.poll() is not None:
+            self.stop()  # something else ended it since the last call: that is not this request's fault
         if not self.process:
             self.start()
         name, count, process, reply = request["name"], len(request["completions"]), self.process, b""

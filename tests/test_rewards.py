@@ -1081,3 +1081,13 @@ def test_standard_library_only_and_no_side_effects(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     alone = subprocess.run([sys.executable, MODULE], capture_output=True, text=True, timeout=30)
     assert alone.returncode == 1 and "with Scorer([" in alone.stderr  # run by itself it says how it is used
+
+
+def test_a_worker_that_was_ended_while_idle_costs_no_reward():
+    with Scorer(["math"]) as scorer:
+        group = Group("?", ["It is 2"], [[1]], {"answer": "2"})
+        assert scorer.score([group])[0].rewards == [1.0]
+        process = scorer._workers[0].process
+        process.kill()
+        time.sleep(0.2)
+        assert scorer.score([group])[0].rewards == [1.0] and scorer._workers[0].process is not process
