@@ -45,6 +45,7 @@ from rewards import Group, Scorer
 from sharded import ShardedAdamW, World
 
 USER_ERRORS = tuple(module.UserError for module in (checkpoint, colocate, data, model, rewards, sharded))
+Engine = ColocatedEngine | RemoteEngine | PolicySampler | RecordedEngine  # wake, generate, sleep, close
 ABOVE_0 = 1e-30  # and as much as fp32 can hold
 
 
@@ -203,7 +204,8 @@ def check(c: Config) -> None:
 
 # ---- The mathematics: pure functions -----------------------------------------------------------------------
 
-def group_advantages(scores: torch.Tensor, scale_rewards: str = "group", baseline="group") -> torch.Tensor:
+def group_advantages(scores: torch.Tensor, scale_rewards: str = "group",
+                     baseline: str = "group") -> torch.Tensor:
     """Advantage of each completion against its group: (r - mean) / (std + 1e-4) (DeepSeekMath, eq. of section
     4.1.2).
 
@@ -243,9 +245,11 @@ def completion_weights(tokens: list[int], loss_type: str, max_completion_length:
     return [1 / whole if n else 0.0 for n in tokens]
 
 
-def policy_loss(logp, old_logp, sampler_logp, advantage, weight, *, epsilon: float, epsilon_high: float,
-                importance_cap: float | None, loss_type: str = "dapo", delta: float = 0.0, sequence=None,
-                reference_logp=None, beta: float = 0.0):
+def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, sampler_logp: torch.Tensor,
+                advantage: torch.Tensor, weight: torch.Tensor, *, epsilon: float, epsilon_high: float,
+                importance_cap: float | None, loss_type: str = "dapo", delta: float = 0.0,
+                sequence: torch.Tensor | None = None,
+                reference_logp: torch.Tensor | None = None, beta: float = 0.0) -> tuple[torch.Tensor, dict]:
     """The clipped surrogate (PPO, eq. 7), summed with weights that already hold the denominators.
 
     All float [T], a token each; weight is 0 where a token is not trained, whatever else stands there.
@@ -353,7 +357,7 @@ class Rollout:
         return [math.isfinite(p) for p in self.sampler_logps]
 
 
-def generate_rollouts(engine, prompts: list[tuple[int, Prompt]], step: int, tokenizer: Tokenizer,
+def generate_rollouts(engine: Engine, prompts: list[tuple[int, Prompt]], step: int, tokenizer: Tokenizer,
                       c: Config, round: int = 0) -> list[Rollout]:
     """num_generations completions for each (slot, prompt) of this rank."""
     seeds = [sample_seed(c.seed, step, round, slot) for slot, _ in prompts]
@@ -368,8 +372,8 @@ def generate_rollouts(engine, prompts: list[tuple[int, Prompt]], step: int, toke
             for i, (ids, logps) in enumerate(group)]
 
 
-def replace_dull_groups(engine, rollouts: list[Rollout], mine: list[tuple[int, Prompt]], step: int,
-                        inputs: Inputs, c: Config) -> None:
+def replace_dull_groups(engine: Engine, rollouts: list[Rollout], mine: list[tuple[int, Prompt]],
+                        step: int, inputs: Inputs, c: Config) -> None:
     """Dynamic sampling (DAPO, section 3.2): in place, groups without an advantage get another prompt.
 
     Which one follows from step, round and slot alone: no rank waits for another, and nothing is stored.
@@ -403,7 +407,7 @@ def score_rollouts(rollouts: list[Rollout], prompts: list[tuple[int, Prompt]], s
             rollout.parts = {name: values[i] for name, values in result.parts.items()}
 
 
-def evaluate(engine, inputs: Inputs, c: Config, world: World) -> dict[str, float]:
+def evaluate(engine: Engine, inputs: Inputs, c: Config, world: World) -> dict[str, float]:
     """eval_metrics by the first reward function, every rank its share of the prompts of all sets."""
     tokenizer, held_out = inputs.tokenizer, inputs.held_out
     mine = world.share([*enumerate(itertools.chain.from_iterable(held_out.values()))])
@@ -499,7 +503,8 @@ def gather_trainer_logps(seen: list[tuple[list[Rollout], torch.Tensor]], rollout
             by_slot[slot].trainer_logps = part.tolist()
 
 
-def completion_logprobs(policy: Policy, rollouts: list[Rollout], c: Config):
+def completion_logprobs(policy: Policy, rollouts: list[Rollout],
+                        c: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each token of the completions, and the entropy there, one after the other; each [T].
     Packed; only states that predict a completion get logits."""
     device, lengths = policy.device, [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts]
@@ -511,7 +516,9 @@ def completion_logprobs(policy: Policy, rollouts: list[Rollout], c: Config):
     return token_logprobs(hidden, policy.head_weight, tokens[places], c.temperature)
 
 
-def micro_batch_loss(policy: Policy, rollouts, masks, weights, old_logp, reference_logp, c: Config):
+def micro_batch_loss(policy: Policy, rollouts: list[Rollout], masks: list[list[bool]], weights: list[float],
+                     old_logp: torch.Tensor | None, reference_logp: torch.Tensor | None,
+                     c: Config) -> tuple[torch.Tensor, dict, torch.Tensor]:
     """Loss, sums for the metrics and log-probabilities, [T], of one micro-batch. old_logp: None where the
     policy is the one that sampled."""
     logp, entropy = completion_logprobs(policy, rollouts, c)
@@ -634,7 +641,7 @@ def plan_memory(c: Config, m: ModelConfig, size: int, ranks: int, card: int) -> 
     return words, int(halves["generating"]["KV cache"])
 
 
-def build_engine(c: Config, folder: Path, tokenizer: Tokenizer, policy: Policy, world: World):
+def build_engine(c: Config, folder: Path, tokenizer: Tokenizer, policy: Policy, world: World) -> Engine:
     if not (c.colocate or c.split):
         sampler = PolicySampler(policy, functools.partial(completes, tokenizer))
         return RecordedEngine(Path(c.replay)) if c.replay else sampler
@@ -667,7 +674,7 @@ def model_folder(c: Config, run: Run, world: World) -> Path:
     return folder
 
 
-def begin(c: Config, folder: Path, inputs: Inputs, run: Run, world: World) -> tuple:
+def begin(c: Config, folder: Path, inputs: Inputs, run: Run, world: World) -> tuple[Engine, ShardedAdamW]:
     """The engine and the optimizer, as they were after the run's last checkpoint."""
     prompts, policy = inputs.prompts, inputs.policy
     if run.state.get("data", prompts.fingerprint) != prompts.fingerprint:
