@@ -121,21 +121,6 @@ class ModelConfig:
         )
 
 
-def checkpoint_folder(name: str) -> Path:
-    """A folder as it is; otherwise a Hugging Face hub id, of which only the files needed are fetched."""
-    if Path(name).is_dir():
-        return Path(name)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
-        raise UserError(f"--model {name}: no such folder, and no hub id of the form organisation/model")
-    from huggingface_hub import snapshot_download
-    try:
-        return Path(snapshot_download(name, allow_patterns=FILES))
-    except Exception as error:  # no network, no such model, a gate: the library's errors share no base class
-        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-        raise UserError(f"--model {name}: no such folder, and fetching it from the hub failed ({why}). Where "
-                        f"there is network: hf download {name} --local-dir DIR; then --model DIR") from None
-
-
 def refuse_unsupported(path: Path, raw: dict) -> None:
     """Raises UserError for a config whose weights would load and then compute something else."""
     sliding = raw.get("use_sliding_window") or "sliding_attention" in str(raw.get("layer_types"))
@@ -331,6 +316,23 @@ class Policy(nn.Module):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+# ---- Checkpoint folders ------------------------------------------------------------------------------------
+
+def checkpoint_folder(name: str) -> Path:
+    """A folder as it is; otherwise a Hugging Face hub id, of which only the files needed are fetched."""
+    if Path(name).is_dir():
+        return Path(name)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise UserError(f"--model {name}: no such folder, and no hub id of the form organisation/model")
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except Exception as error:  # no network, no such model, a gate: the library's errors share no base class
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+        raise UserError(f"--model {name}: no such folder, and fetching it from the hub failed ({why}). Where "
+                        f"there is network: hf download {name} --local-dir DIR; then --model DIR") from None
+
+
 def safetensors_files(folder) -> list[Path]:
     """The weight files of a Hugging Face folder: those that the index names, or model.safetensors."""
     folder, index = Path(folder), Path(folder) / "model.safetensors.index.json"
@@ -368,87 +370,7 @@ def read_tensor(file, path: Path, name: str, parameters: dict[str, torch.Tensor]
     return tensor
 
 
-# ---- What an update costs ----------------------------------------------------------------------------------
-
-def kv_cache_bytes(c: ModelConfig, tokens: int, size: int) -> int:
-    """Keys and values of that many tokens; size: bytes of an element."""
-    return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size * tokens
-
-
-def parameter_count(c: ModelConfig) -> int:
-    """Parameters of a Policy; a tied table counts once."""
-    queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    block = c.hidden_size * (2 + 2 * queries + 2 * keys + 3 * c.intermediate_size)
-    block += c.qkv_bias * (queries + 2 * keys) + c.o_bias * c.hidden_size + c.qk_norm * 2 * c.head_dim
-    block += c.mlp_bias * (2 * c.intermediate_size + c.hidden_size)
-    tables = (2 - c.tie_word_embeddings) * c.vocab_size * c.hidden_size
-    return tables + c.num_hidden_layers * block + c.hidden_size
-
-
-def memory_plan(c: ModelConfig, *, size: int, ranks: int, micro_batch: int, sequence: int, cache_tokens: int,
-                engine_limit: float, recompute: bool, compiled: bool, shared: bool = True) -> dict:
-    """Bytes on each GPU in the two halves of a step: {"training": {what: bytes}, "generating": {…}}.
-
-    size: bytes of a working weight. ranks: over which the optimizer is cut. micro_batch: tokens of one
-    forward and backward. sequence: tokens of the longest one. cache_tokens: that the engine holds at once;
-    with its weights at most engine_limit, but one sequence. shared: False for an engine on its own GPU.
-    """
-    n = parameter_count(c)
-    heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads
-    # What the backward pass of a block needs, elements a token: its input, two norms, the sum between;
-    # queries, keys, values and what attention made of them; gate, up and their product (and silu, unfused).
-    block = 4 * c.hidden_size + heads * c.head_dim + (3 if compiled else 4) * c.intermediate_size
-    kept = c.num_hidden_layers * c.hidden_size + block if recompute else c.num_hidden_layers * block
-    logits = min(LOGITS_IN_FLIGHT["cuda"], micro_batch * c.vocab_size)  # and their gradient
-    always = {"weights": size * n, "optimizer": 12 * n / ranks, "CUDA and graphs": 2.5 * 2**30}
-    return {
-        "training": {**always, "gradients": 4 * n,
-                     "activations": size * micro_batch * (kept + 6 * c.hidden_size),
-                     "logits": 2 * size * logits + (4 + size) * c.vocab_size * c.hidden_size},
-        "generating": {**(always if shared else {"CUDA and graphs": 2.5 * 2**30}), "engine weights": size * n,
-                       "KV cache": max(kv_cache_bytes(c, max(4096, sequence + 32), size), min(
-                           kv_cache_bytes(c, cache_tokens, size), engine_limit - size * n))}}
-
-
-def balance(costs: list[float], ranks: int) -> list[list[int]]:
-    """Indices for each rank, the largest first to the rank with the least so far. Same on every rank."""
-    parts, load = [[] for _ in range(ranks)], [0] * ranks
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        rank = min(range(ranks), key=lambda r: (load[r], r))
-        parts[rank].append(i)
-        load[rank] += costs[i]
-    return parts
-
-
-def pack(lengths: list[int], budget: int) -> list[list[int]]:
-    """Indices for each micro-batch, first fit, longest first. A sequence over the budget travels alone."""
-    bins, room = [], []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fit = next((b for b, free in enumerate(room) if lengths[i] <= free), None)
-        if fit is None:
-            bins.append([i])
-            room.append(budget - lengths[i])
-        else:
-            bins[fit].append(i)
-            room[fit] -= lengths[i]
-    return bins
-
-
 # ---- Attention over packed sequences -----------------------------------------------------------------------
-
-@functools.cache
-def flash_attention():
-    """torch's packed FlashAttention. Its signature grew: torch 2.11 takes grouped heads untold."""
-    from torch.nn.attention.varlen import varlen_attn
-    told = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return functools.partial(varlen_attn, window_size=(-1, 0), **({"enable_gqa": True} if told else {}))
-
-
-def upload(tensor: torch.Tensor, device) -> torch.Tensor:
-    """On its way to the GPU when this returns: from pinned memory nobody waits for what was queued before."""
-    on_gpu = torch.device(device).type == "cuda"
-    return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
-
 
 class PackedAttention:
     """Causal attention inside each sequence of a flat stream: attend(q, k, v), q [T, heads, head_dim].
@@ -485,7 +407,31 @@ class PackedAttention:
         return flat.unflatten(0, self.shape).transpose(1, 2)
 
 
+@functools.cache
+def flash_attention():
+    """torch's packed FlashAttention. Its signature grew: torch 2.11 takes grouped heads untold."""
+    from torch.nn.attention.varlen import varlen_attn
+    told = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return functools.partial(varlen_attn, window_size=(-1, 0), **({"enable_gqa": True} if told else {}))
+
+
+def upload(tensor: torch.Tensor, device) -> torch.Tensor:
+    """On its way to the GPU when this returns: from pinned memory nobody waits for what was queued before."""
+    on_gpu = torch.device(device).type == "cuda"
+    return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
+
+
 # ---- Log-probabilities without [tokens, vocabulary] --------------------------------------------------------
+
+def token_logprobs(hidden, weight, targets, temperature: float = 1.0, chunk: int | None = None):
+    """Log-probability of each target under softmax(logits / temperature), and the entropy there in nats.
+
+    hidden [T, hidden] predicts targets int64 [T]; weight [vocabulary, hidden]. Returns two float [T]; only
+    the first has a gradient. Holds at most chunk × vocabulary logits (default LOGITS_IN_FLIGHT).
+    """
+    chunk = chunk or max(1, LOGITS_IN_FLIGHT[hidden.device.type] // weight.shape[0])
+    return ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk)
+
 
 class ChunkedLogprobs(torch.autograd.Function):
     """log softmax(h W^T / temperature)[target] and the entropy, a chunk of rows at a time, recomputed
@@ -552,50 +498,34 @@ def compiled(function):
     return torch.compile(function, dynamic=True)
 
 
-def token_logprobs(hidden, weight, targets, temperature: float = 1.0, chunk: int | None = None):
-    """Log-probability of each target under softmax(logits / temperature), and the entropy there in nats.
-
-    hidden [T, hidden] predicts targets int64 [T]; weight [vocabulary, hidden]. Returns two float [T]; only
-    the first has a gradient. Holds at most chunk × vocabulary logits (default LOGITS_IN_FLIGHT).
-    """
-    chunk = chunk or max(1, LOGITS_IN_FLIGHT[hidden.device.type] // weight.shape[0])
-    return ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk)
-
-
 # ---- Sampling without an inference engine ------------------------------------------------------------------
 
-class KVCache:
-    """Keys and values, [layers, batch, length, kv_heads, head_dim], filled from the left."""
+class PolicySampler:
+    """The policy generates for itself, without vLLM; the interface is that of colocate.py's engine."""
 
-    def __init__(self, policy: Policy, lengths: list[int], max_tokens: int):
-        c, weight = policy.config, policy.model.norm.weight
-        room = max(lengths) + max_tokens
-        shape = (c.num_hidden_layers, len(lengths), room, c.num_key_value_heads, c.head_dim)
-        self.k, self.v = torch.zeros(2, *shape, dtype=weight.dtype, device=weight.device)
-        self.packed = PackedAttention(lengths, weight.device, weight.dtype)
-        self.used = torch.tensor(lengths, device=weight.device)  # [batch] tokens in the cache
-        self.rows = torch.arange(len(lengths), device=weight.device)
-        self.prompt_rows = self.rows.repeat_interleave(self.used)
+    given_back = 0
 
-    def attends(self, how) -> list:
-        """`prefill` or `step` of every layer."""
-        return [functools.partial(how, layer) for layer in range(len(self.k))]
+    def __init__(self, policy: Policy, completes=None):
+        """completes(ids, stop): whether the last of the token ids completes one of the strings `stop`."""
+        self.policy, self.completes, self.weight_version = policy, completes, None
 
-    def prefill(self, layer: int, q, k, v) -> torch.Tensor:
-        """attend() over whole prompts, packed."""
-        self.k[layer, self.prompt_rows, self.packed.positions] = k
-        self.v[layer, self.prompt_rows, self.packed.positions] = v
-        return self.packed(q, k, v)
+    def wake(self, named_weights, version: int) -> None:
+        self.weight_version = version
 
-    def step(self, layer: int, q, k, v) -> torch.Tensor:
-        """attend() for one new token a sequence, q [batch, heads, head_dim], at position `used`."""
-        self.k[layer, self.rows, self.used] = k
-        self.v[layer, self.rows, self.used] = v
-        seen = torch.arange(self.k.shape[2], device=q.device) <= self.used[:, None]  # [batch, length]
-        out = F.scaled_dot_product_attention(
-            q[:, :, None], self.k[layer].transpose(1, 2), self.v[layer].transpose(1, 2),
-            attn_mask=seen[:, None, None], enable_gqa=True)
-        return out.squeeze(2)
+    def generate(self, prompts, *, n, max_tokens, temperature, seeds, eos_token_ids, stop=()):
+        ends = (lambda ids: self.completes(ids, stop)) if stop else None
+        flat = [(p, s + i) for p, s in zip(prompts, seeds) for i in range(n)]
+        drawn = []
+        for start in range(0, len(flat), 256):  # bounds the KV cache
+            part = flat[start:start + 256]
+            drawn += sample(self.policy, [p for p, _ in part], max_tokens, temperature, [s for _, s in part],
+                            eos_token_ids, ends)
+        return [drawn[i:i + n] for i in range(0, len(drawn), n)]
+
+    def sleep(self) -> None:
+        """Nothing to give back."""
+
+    close = sleep
 
 
 @torch.no_grad()
@@ -641,32 +571,104 @@ def draw(logp: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=logp.shape[-1] - 1)
 
 
-class PolicySampler:
-    """The policy generates for itself, without vLLM; the interface is that of colocate.py's engine."""
+class KVCache:
+    """Keys and values, [layers, batch, length, kv_heads, head_dim], filled from the left."""
 
-    given_back = 0
+    def __init__(self, policy: Policy, lengths: list[int], max_tokens: int):
+        c, weight = policy.config, policy.model.norm.weight
+        room = max(lengths) + max_tokens
+        shape = (c.num_hidden_layers, len(lengths), room, c.num_key_value_heads, c.head_dim)
+        self.k, self.v = torch.zeros(2, *shape, dtype=weight.dtype, device=weight.device)
+        self.packed = PackedAttention(lengths, weight.device, weight.dtype)
+        self.used = torch.tensor(lengths, device=weight.device)  # [batch] tokens in the cache
+        self.rows = torch.arange(len(lengths), device=weight.device)
+        self.prompt_rows = self.rows.repeat_interleave(self.used)
 
-    def __init__(self, policy: Policy, completes=None):
-        """completes(ids, stop): whether the last of the token ids completes one of the strings `stop`."""
-        self.policy, self.completes, self.weight_version = policy, completes, None
+    def attends(self, how) -> list:
+        """`prefill` or `step` of every layer."""
+        return [functools.partial(how, layer) for layer in range(len(self.k))]
 
-    def wake(self, named_weights, version: int) -> None:
-        self.weight_version = version
+    def prefill(self, layer: int, q, k, v) -> torch.Tensor:
+        """attend() over whole prompts, packed."""
+        self.k[layer, self.prompt_rows, self.packed.positions] = k
+        self.v[layer, self.prompt_rows, self.packed.positions] = v
+        return self.packed(q, k, v)
 
-    def generate(self, prompts, *, n, max_tokens, temperature, seeds, eos_token_ids, stop=()):
-        ends = (lambda ids: self.completes(ids, stop)) if stop else None
-        flat = [(p, s + i) for p, s in zip(prompts, seeds) for i in range(n)]
-        drawn = []
-        for start in range(0, len(flat), 256):  # bounds the KV cache
-            part = flat[start:start + 256]
-            drawn += sample(self.policy, [p for p, _ in part], max_tokens, temperature, [s for _, s in part],
-                            eos_token_ids, ends)
-        return [drawn[i:i + n] for i in range(0, len(drawn), n)]
+    def step(self, layer: int, q, k, v) -> torch.Tensor:
+        """attend() for one new token a sequence, q [batch, heads, head_dim], at position `used`."""
+        self.k[layer, self.rows, self.used] = k
+        self.v[layer, self.rows, self.used] = v
+        seen = torch.arange(self.k.shape[2], device=q.device) <= self.used[:, None]  # [batch, length]
+        out = F.scaled_dot_product_attention(
+            q[:, :, None], self.k[layer].transpose(1, 2), self.v[layer].transpose(1, 2),
+            attn_mask=seen[:, None, None], enable_gqa=True)
+        return out.squeeze(2)
 
-    def sleep(self) -> None:
-        """Nothing to give back."""
 
-    close = sleep
+# ---- What an update costs ----------------------------------------------------------------------------------
+
+def memory_plan(c: ModelConfig, *, size: int, ranks: int, micro_batch: int, sequence: int, cache_tokens: int,
+                engine_limit: float, recompute: bool, compiled: bool, shared: bool = True) -> dict:
+    """Bytes on each GPU in the two halves of a step: {"training": {what: bytes}, "generating": {…}}.
+
+    size: bytes of a working weight. ranks: over which the optimizer is cut. micro_batch: tokens of one
+    forward and backward. sequence: tokens of the longest one. cache_tokens: that the engine holds at once;
+    with its weights at most engine_limit, but one sequence. shared: False for an engine on its own GPU.
+    """
+    n = parameter_count(c)
+    heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads
+    # What the backward pass of a block needs, elements a token: its input, two norms, the sum between;
+    # queries, keys, values and what attention made of them; gate, up and their product (and silu, unfused).
+    block = 4 * c.hidden_size + heads * c.head_dim + (3 if compiled else 4) * c.intermediate_size
+    kept = c.num_hidden_layers * c.hidden_size + block if recompute else c.num_hidden_layers * block
+    logits = min(LOGITS_IN_FLIGHT["cuda"], micro_batch * c.vocab_size)  # and their gradient
+    always = {"weights": size * n, "optimizer": 12 * n / ranks, "CUDA and graphs": 2.5 * 2**30}
+    return {
+        "training": {**always, "gradients": 4 * n,
+                     "activations": size * micro_batch * (kept + 6 * c.hidden_size),
+                     "logits": 2 * size * logits + (4 + size) * c.vocab_size * c.hidden_size},
+        "generating": {**(always if shared else {"CUDA and graphs": 2.5 * 2**30}), "engine weights": size * n,
+                       "KV cache": max(kv_cache_bytes(c, max(4096, sequence + 32), size), min(
+                           kv_cache_bytes(c, cache_tokens, size), engine_limit - size * n))}}
+
+
+def kv_cache_bytes(c: ModelConfig, tokens: int, size: int) -> int:
+    """Keys and values of that many tokens; size: bytes of an element."""
+    return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size * tokens
+
+
+def parameter_count(c: ModelConfig) -> int:
+    """Parameters of a Policy; a tied table counts once."""
+    queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    block = c.hidden_size * (2 + 2 * queries + 2 * keys + 3 * c.intermediate_size)
+    block += c.qkv_bias * (queries + 2 * keys) + c.o_bias * c.hidden_size + c.qk_norm * 2 * c.head_dim
+    block += c.mlp_bias * (2 * c.intermediate_size + c.hidden_size)
+    tables = (2 - c.tie_word_embeddings) * c.vocab_size * c.hidden_size
+    return tables + c.num_hidden_layers * block + c.hidden_size
+
+
+def balance(costs: list[float], ranks: int) -> list[list[int]]:
+    """Indices for each rank, the largest first to the rank with the least so far. Same on every rank."""
+    parts, load = [[] for _ in range(ranks)], [0] * ranks
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        rank = min(range(ranks), key=lambda r: (load[r], r))
+        parts[rank].append(i)
+        load[rank] += costs[i]
+    return parts
+
+
+def pack(lengths: list[int], budget: int) -> list[list[int]]:
+    """Indices for each micro-batch, first fit, longest first. A sequence over the budget travels alone."""
+    bins, room = [], []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fit = next((b for b, free in enumerate(room) if lengths[i] <= free), None)
+        if fit is None:
+            bins.append([i])
+            room.append(budget - lengths[i])
+        else:
+            bins[fit].append(i)
+            room[fit] -= lengths[i]
+    return bins
 
 
 # ---- The built-in tiny model -------------------------------------------------------------------------------
