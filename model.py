@@ -40,9 +40,11 @@ from torch.utils.checkpoint import checkpoint
 SUPPORTED = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "rms_norm_eps")
-ROPE_KEYS = {"default": (), "linear": ("factor",), "llama3": (
-    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
-FILES = ("model*.safetensors", "*.json", "*.jinja", "merges.txt", "tokenizer.model", "LICENSE*")
+ROPE_KEYS = {  # what each rope type cannot do without
+    "default": (), "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+WEIGHT_FILES = "model*.safetensors"
+OTHER_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "LICENSE*")  # config, tokenizer and such
 LOGITS_IN_FLIGHT = {"cpu": 2**27, "cuda": 2**29}  # elements of one [chunk, vocabulary] block
 
 
@@ -73,7 +75,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder) -> "ModelConfig":
-        """Reads config.json in the layout of transformers 4 (`rope_theta`, `rope_scaling`) or 5
+        """Reads config.json as written by transformers 4 (`rope_theta`, `rope_scaling`) or 5
         (`rope_parameters`).
 
         Raises UserError, naming the key, for what this file does not compute.
@@ -85,21 +87,10 @@ class ModelConfig:
             raise UserError(f"{path} not found: --model takes a Hugging Face checkpoint") from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path} is not valid JSON ({error}): fetch the folder again") from None
-        names = raw.get("architectures") if isinstance(raw, dict) else None
-        name = str(names[0]) if names and isinstance(names, list) else "an architecture that is not named"
-        family = SUPPORTED.get(name)
-        if family is None:
-            raise UserError(f"{path}: {name} is not supported; supported: {', '.join(SUPPORTED)}")
+        family = model_family(path, raw)
         refuse_unsupported(path, raw)
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        if not isinstance(rope, dict):
-            raise UserError(f"{path}: rope_parameters or rope_scaling is {rope!r}: fetch the folder again")
-        check_values(path, {**raw, **rope})
-        kind = str(rope.get("rope_type", rope.get("type", "default")))
-        if kind not in ROPE_KEYS:
-            raise UserError(f"{path}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_KEYS)}")
-        if missing := [key for key in ROPE_KEYS[kind] if rope.get(key) is None]:
-            raise UserError(f"{path}: rope type {kind!r} lacks {', '.join(missing)}")
+        rope = rope_settings(path, raw)
+        check_values(path, raw, rope)
         heads, bias = raw["num_attention_heads"], bool(raw.get("attention_bias", False))
         kv_heads = raw.get("num_key_value_heads") or heads
         head_dim = raw.get("head_dim") or raw["hidden_size"] / heads
@@ -112,38 +103,72 @@ class ModelConfig:
             head_dim=int(head_dim),
             max_position_embeddings=raw.get("max_position_embeddings") or 2048,
             rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-            rope_scaling=None if kind == "default" else {**rope, "rope_type": kind},
+            rope_scaling=None if rope["rope_type"] == "default" else rope,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=True if family == "qwen2" else bias,  # Qwen2 always has them and does not say so
-            o_bias=False if family == "qwen2" else bias,
+            qkv_bias=family == "qwen2" or bias,  # Qwen2 always has them; its config.json does not say so
+            o_bias=family != "qwen2" and bias,
             mlp_bias=bool(raw.get("mlp_bias", False)),
             qk_norm=family == "qwen3",
         )
 
 
+def model_family(path: Path, raw) -> str:
+    """One of the values of SUPPORTED; raises UserError for another architecture, or none."""
+    names = raw.get("architectures") if isinstance(raw, dict) else None
+    name = str(names[0]) if names and isinstance(names, list) else "an architecture that is not named"
+    if name not in SUPPORTED:
+        raise UserError(f"{path}: {name} is not supported; supported: {', '.join(SUPPORTED)}")
+    return SUPPORTED[name]
+
+
 def refuse_unsupported(path: Path, raw: dict) -> None:
     """Raises UserError for a config whose weights would load and then compute something else."""
-    sliding = raw.get("use_sliding_window") or "sliding_attention" in str(raw.get("layer_types"))
-    for key, wrong in (("quantization_config", raw.get("quantization_config")), ("sliding window", sliding),
-                       ("num_experts", raw.get("num_experts") or raw.get("num_local_experts")),
-                       ("vision_config", raw.get("vision_config")),
-                       ("hidden_act", raw.get("hidden_act", "silu") != "silu")):
-        if wrong:
+    unsupported = {
+        "quantization_config": raw.get("quantization_config"),
+        "sliding window": raw.get("use_sliding_window") or "sliding_attention" in str(raw.get("layer_types")),
+        "num_experts": raw.get("num_experts") or raw.get("num_local_experts"),
+        "vision_config": raw.get("vision_config"),
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+    }
+    for key, found in unsupported.items():
+        if found:
             raise UserError(f"{path}: {key} is not supported: use a dense bf16 or fp32 checkpoint of "
                             f"{', '.join(SUPPORTED)}")
+
+
+def rope_settings(path: Path, raw: dict) -> dict:
+    """What config.json says about the rotary embedding, always with a `rope_type`.
+
+    Raises UserError for a type that is not supported or lacks a key.
+    """
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{path}: rope_parameters or rope_scaling is {rope!r}: fetch the folder again")
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    if kind not in ROPE_KEYS:
+        raise UserError(f"{path}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_KEYS)}")
+    if missing := [key for key in ROPE_KEYS[kind] if rope.get(key) is None]:
+        raise UserError(f"{path}: rope type {kind!r} lacks {', '.join(missing)}")
+    return {**rope, "rope_type": kind}
+
+
+def check_values(path: Path, raw: dict, rope: dict) -> None:
+    """Raises UserError for a value that is missing, of another type, or of a size that no model has."""
     if missing := [key for key in NEEDED if raw.get(key) is None]:
         raise UserError(f"{path} lacks {', '.join(missing)}")
-
-
-def check_values(path: Path, values: dict) -> None:
-    """Raises UserError for a number or flag of another type, or of a size that no model has."""
-    more = {"attention_bias": bool, **dict.fromkeys(ROPE_KEYS["llama3"], float)}
-    for key, kind in {**ModelConfig.__annotations__, **more}.items():
-        value, most = values.get(key), 2**10 if key == "num_hidden_layers" else 2**24
+    kinds = {**ModelConfig.__annotations__, "attention_bias": bool}
+    kinds |= dict.fromkeys(ROPE_KEYS["llama3"], float)
+    for key, kind in kinds.items():
+        value = rope.get(key, raw.get(key))
         if value is None or kind not in (int, float, bool):
             continue
-        right = type(value) is kind or (type(value), kind) == (int, float)
-        if not right or kind is not bool and not 0 < value < (most if kind is int else math.inf):
+        if kind is bool:
+            right = type(value) is bool
+        elif kind is int:
+            right = type(value) is int and 0 < value < (2**10 if key == "num_hidden_layers" else 2**24)
+        else:  # NaN is not above 0 either
+            right = type(value) in (int, float) and 0 < value < math.inf
+        if not right:
             raise UserError(f"{path}: {key} is {str(value)[:40]}: fetch the folder again")
 
 
@@ -286,11 +311,12 @@ class Policy(nn.Module):
         for path in safetensors_files(folder):
             with open_safetensors(path) as file:
                 for name in file.keys():
-                    copied = name == "lm_head.weight" and policy.config.tie_word_embeddings
-                    if copied or name.endswith("rotary_emb.inv_freq"):
-                        continue  # some checkpoints store the tied table twice, or the frequencies
+                    # Some checkpoints store a tied table under both names, or the rotary frequencies.
+                    tied_head = name == "lm_head.weight" and policy.config.tie_word_embeddings
+                    if tied_head or name.endswith("rotary_emb.inv_freq"):
+                        continue
                     tensor = read_tensor(file, path, name, parameters)
-                    loaded[name] = tensor.to(device, dtype, copy=True)
+                    loaded[name] = tensor.to(device, dtype, copy=True)  # what was read is a view of the file
         if missing := parameters.keys() - loaded.keys():
             raise UserError(f"{folder} lacks {len(missing)} tensors, among them {min(missing)}")
         policy.load_state_dict(loaded, assign=True)
@@ -304,14 +330,12 @@ class Policy(nn.Module):
         return 6 * parameter_count(c) * tokens + attention
 
     def save(self, folder, source=None) -> None:
-        """Writes model.safetensors in the working dtype; config, tokenizer and such come from `source`."""
+        """Writes model.safetensors in the working dtype; copies config, tokenizer and such from `source`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for pattern in FILES[1:] if source else ():
-            for file in Path(source).glob(pattern):
-                if not file.name.endswith(".safetensors.index.json"):
-                    shutil.copyfile(file, folder / file.name)
-        # Copied, once: safetensors refuses views of one buffer, which the trainer's parameters are.
+        if source:
+            copy_other_files(Path(source), folder)
+        # Copied on a CPU too: the trainer's parameters are views of one buffer, which safetensors refuses.
         tensors = {name: p.detach().to("cpu", copy=True) for name, p in self.named_parameters()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -326,7 +350,7 @@ def checkpoint_folder(name: str) -> Path:
         raise UserError(f"--model {name}: no such folder, and no hub id of the form organisation/model")
     from huggingface_hub import snapshot_download
     try:
-        return Path(snapshot_download(name, allow_patterns=FILES))
+        return Path(snapshot_download(name, allow_patterns=(WEIGHT_FILES, *OTHER_FILES)))
     except Exception as error:  # no network, no such model, a gate: the library's errors share no base class
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
         raise UserError(f"--model {name}: no such folder, and fetching it from the hub failed ({why}). Where "
@@ -334,24 +358,26 @@ def checkpoint_folder(name: str) -> Path:
 
 
 def safetensors_files(folder) -> list[Path]:
-    """The weight files of a Hugging Face folder: those that the index names, or model.safetensors."""
+    """The weight files of a Hugging Face folder: those that the index names, or model.safetensors.
+
+    Raises UserError where the index is damaged or a file is not there.
+    """
     folder, index = Path(folder), Path(folder) / "model.safetensors.index.json"
-    if index.exists():
-        try:
+    files = [folder / "model.safetensors"]
+    try:
+        if index.exists():
             files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-            [file.exists() for file in files]  # a name may be too long to ask for
-        except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-            raise UserError(f"{index} is damaged ({error}): fetch the folder again") from None
-    else:
-        files = [folder / "model.safetensors"]
-    for file in files:
-        if not file.exists():
-            hint = " (convert the .bin weights to safetensors)" if list(folder.glob("*.bin")) else ""
-            raise UserError(f"{file} not found{hint}")
+        missing = [file for file in files if not file.exists()]  # OSError where a name is too long for a file
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise UserError(f"{index} is damaged ({error}): fetch the folder again") from None
+    if missing:
+        hint = " (convert the .bin weights to safetensors)" if list(folder.glob("*.bin")) else ""
+        raise UserError(f"{missing[0]} not found{hint}")
     return files
 
 
-def open_safetensors(path: Path):
+def open_safetensors(path: Path) -> safe_open:
+    """Raises UserError where the file is damaged."""
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -359,6 +385,7 @@ def open_safetensors(path: Path):
 
 
 def read_tensor(file, path: Path, name: str, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Reads one tensor; raises UserError where no parameter has its name and shape, or it is quantized."""
     if name not in parameters:
         raise UserError(f"{path}: tensor {name} has no place in this architecture")
     shape, expected = tuple(file.get_slice(name).get_shape()), tuple(parameters[name].shape)
@@ -368,6 +395,14 @@ def read_tensor(file, path: Path, name: str, parameters: dict[str, torch.Tensor]
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise UserError(f"{path}: tensor {name} is {tensor.dtype}: quantized checkpoints are not supported")
     return tensor
+
+
+def copy_other_files(source: Path, folder: Path) -> None:
+    """Config, tokenizer and such, but no index: it would name weight files that are not in `folder`."""
+    for pattern in OTHER_FILES:
+        for file in source.glob(pattern):
+            if not file.name.endswith(".safetensors.index.json"):
+                shutil.copyfile(file, folder / file.name)
 
 
 # ---- Attention over packed sequences -----------------------------------------------------------------------
