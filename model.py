@@ -10,14 +10,14 @@ attention, SwiGLU. Modules carry the checkpoint's names, so `named_parameters()`
 no mapping.
 
 Sequences are packed: a batch is a stream of tokens [T] with the lengths of its sequences beside it. Only
-attention knows where one sequence ends; it is passed in as `attend(q, k, v)`, one for each layer, which is
-how training (`PackedAttention`) and sampling (`KVCache`) share every other line.
+attention knows where one sequence ends. It is passed in, one function `attend(q, k, v)` for each layer: so
+training (`PackedAttention`) and sampling (`KVCache`) share all other code.
 
 `write_tiny_model` makes a model to try everything on, without any download.
 
-Left out: sliding windows, mixtures of experts, quantized weights (refused by name), dropout (0 in all these
-models), tensor parallelism (data parallel with a sharded optimizer reaches the sizes that this project is
-for).
+Left out: sliding windows, mixtures of experts, quantized weights (all refused by name); dropout (0 in all
+these models); tensor parallelism (data parallel with a sharded optimizer reaches the sizes that this project
+is for).
 """
 
 import functools
@@ -27,6 +27,7 @@ import math
 import random
 import re
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +55,7 @@ class UserError(ValueError):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What of a Hugging Face config.json decides the computation."""
+    """Those values of a Hugging Face config.json that decide what is computed."""
 
     vocab_size: int
     hidden_size: int
@@ -66,7 +67,7 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: dict | None  # None, or {"rope_type": "linear" | "llama3", "factor": …}
+    rope_scaling: dict | None  # {"rope_type": "linear" or "llama3", "factor": …}
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
@@ -74,7 +75,7 @@ class ModelConfig:
     qk_norm: bool
 
     @classmethod
-    def from_folder(cls, folder) -> "ModelConfig":
+    def from_folder(cls, folder: str | Path) -> "ModelConfig":
         """Reads config.json as written by transformers 4 (`rope_theta`, `rope_scaling`) or 5
         (`rope_parameters`).
 
@@ -137,10 +138,8 @@ def refuse_unsupported(path: Path, raw: dict) -> None:
 
 
 def rope_settings(path: Path, raw: dict) -> dict:
-    """What config.json says about the rotary embedding, always with a `rope_type`.
-
-    Raises UserError for a type that is not supported or lacks a key.
-    """
+    """What config.json says about the rotary embedding, always with a `rope_type`. Raises UserError for a
+    type that is not supported or lacks a key."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise UserError(f"{path}: rope_parameters or rope_scaling is {rope!r}: fetch the folder again")
@@ -177,8 +176,8 @@ def check_values(path: Path, raw: dict, rope: dict) -> None:
 def rope_frequencies(c: ModelConfig) -> torch.Tensor:
     """Angle per position of each pair of channels, float32 [head_dim / 2] (Su et al. 2021, eq. 15).
 
-    `linear` divides all by the factor; `llama3` only the long wavelengths, with a ramp between (Llama 3.1
-    release).
+    `linear` divides all by the factor. `llama3` divides only the slow ones, which turn less than
+    low_freq_factor times within the original context, with a ramp up to high_freq_factor (Llama 3.1 release).
     """
     inv = 1.0 / c.rope_theta ** (torch.arange(0, c.head_dim, 2, dtype=torch.int64).float() / c.head_dim)
     if c.rope_scaling is None:
@@ -187,13 +186,14 @@ def rope_frequencies(c: ModelConfig) -> torch.Tensor:
     if c.rope_scaling["rope_type"] == "linear":
         return inv / factor
     low, high = c.rope_scaling["low_freq_factor"], c.rope_scaling["high_freq_factor"]
-    turns = c.rope_scaling["original_max_position_embeddings"] * inv / (2 * math.pi)  # within the old context
+    turns = c.rope_scaling["original_max_position_embeddings"] * inv / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return inv / factor * (1 - keep) + inv * keep
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, head_dim]; channel i is paired with i + head_dim/2, the checkpoint's convention."""
+    """x [T, heads, head_dim]; cos, sin [T, 1, head_dim / 2]. Hugging Face checkpoints pair channel i with
+    channel i + head_dim / 2, where the paper pairs neighbours."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -212,7 +212,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
 
     def forward(self, x, cos, sin, attend):  # x [T, hidden]
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim))  # [T, heads, head_dim]
                    for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         return self.o_proj(attend(q, k, v).flatten(-2))
@@ -263,21 +263,27 @@ class Policy(nn.Module):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[vocabulary, hidden]; the embedding table itself where the checkpoint ties them."""
+        """[vocabulary, hidden]; with tied embeddings the embedding table itself."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     @property
     def device(self) -> torch.device:
         return self.model.norm.weight.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.norm.weight.dtype
+
     @functools.cached_property
     def inv_freq(self) -> torch.Tensor:
-        return rope_frequencies(self.config).to(self.model.norm.weight.device)
+        return rope_frequencies(self.config).to(self.device)
 
-    def forward(self, tokens, positions, attends, run_block=Block.forward) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attends: list[Callable],
+                run_block: Callable = Block.forward) -> torch.Tensor:
         """tokens, positions int64 [T] → normed hidden states [T, hidden]; `head_weight` makes them logits.
 
-        attends: for each layer, attend(q, k, v). run_block: how a block is called.
+        attends: for each layer attend(q, k, v) → [T, heads, head_dim]; q is of that shape, k and v [T,
+        kv_heads, head_dim]. run_block: called in place of Block.forward, with the same arguments.
         """
         x = self.model.embed_tokens(tokens)
         angles = positions[:, None].float() * self.inv_freq
@@ -288,19 +294,23 @@ class Policy(nn.Module):
 
     def packed(self, tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """tokens [sum(lengths)], the sequences one after the other → hidden states [sum(lengths), hidden]."""
-        attend = PackedAttention(lengths, tokens.device, self.model.norm.weight.dtype)
+        attend = PackedAttention(lengths, tokens.device, self.dtype)
         return self(tokens, attend.positions, [attend] * len(self.model.layers), self.run_block)
 
     def training_mode(self, compiled: bool = False, recompute: bool = False) -> None:
-        """How `packed` runs its blocks. compiled: torch.compile fuses what lies between the matrix products;
-        one graph serves all layers and lengths. recompute: the backward pass computes each block once more,
-        so that only the blocks' inputs are kept (Chen et al. 2016)."""
-        run = torch.compile(Block.forward, dynamic=True) if compiled else Block.forward
-        keep = dict(use_reentrant=False, preserve_rng_state=False)  # no block draws random numbers
-        self.run_block = functools.partial(checkpoint, run, **keep) if recompute else run
+        """How `packed` runs its blocks from now on.
+
+        compiled: torch.compile fuses what lies between the matrix products; one graph serves all layers and
+        lengths. recompute: the backward pass computes each block once more, so that until then only the
+        blocks' inputs are kept (Chen et al. 2016, arXiv 1604.06174).
+        """
+        run = compile_once(Block.forward) if compiled else Block.forward
+        options = dict(use_reentrant=False, preserve_rng_state=False)  # no block draws random numbers
+        self.run_block = functools.partial(checkpoint, run, **options) if recompute else run
 
     @classmethod
-    def from_folder(cls, folder, device="cpu", dtype=torch.float32) -> "Policy":
+    def from_folder(cls, folder: str | Path, device: torch.device | str = "cpu",
+                    dtype: torch.dtype = torch.float32) -> "Policy":
         """Reads config.json and the safetensors of a Hugging Face folder, sharded or not.
 
         Raises UserError naming the tensor where one is missing, unknown or of another shape.
@@ -322,19 +332,21 @@ class Policy(nn.Module):
         policy.load_state_dict(loaded, assign=True)
         return policy
 
-    def update_flops(self, lengths: list[int]) -> float:
-        """Useful operations of forward and backward over sequences of these lengths: 6 N a token, and causal
-        attention (PaLM, appendix B, halved)."""
-        c, tokens = self.config, sum(lengths)
+    def update_flops(self, lengths: list[int]) -> int:
+        """Useful operations of forward and backward over sequences of these lengths: 6 for each parameter and
+        token, and attention as in appendix B of PaLM (arXiv 2204.02311), halved because it is causal."""
+        c = self.config
         attention = 6 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * sum(n * n for n in lengths)
-        return 6 * parameter_count(c) * tokens + attention
+        return 6 * parameter_count(c) * sum(lengths) + attention
 
-    def save(self, folder, source=None) -> None:
+    def save(self, folder: str | Path, source: str | Path | None = None) -> None:
         """Writes model.safetensors in the working dtype; copies config, tokenizer and such from `source`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        if source:
-            copy_other_files(Path(source), folder)
+        for pattern in OTHER_FILES if source else ():
+            for file in Path(source).glob(pattern):
+                if not file.name.endswith(".safetensors.index.json"):  # names files that are not written here
+                    shutil.copyfile(file, folder / file.name)
         # Copied on a CPU too: the trainer's parameters are views of one buffer, which safetensors refuses.
         tensors = {name: p.detach().to("cpu", copy=True) for name, p in self.named_parameters()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -343,7 +355,8 @@ class Policy(nn.Module):
 # ---- Checkpoint folders ------------------------------------------------------------------------------------
 
 def checkpoint_folder(name: str) -> Path:
-    """A folder as it is; otherwise a Hugging Face hub id, of which only the files needed are fetched."""
+    """The folder of that name, or else the model of that Hugging Face hub id, of which it fetches only the
+    files needed. Raises UserError where there is neither."""
     if Path(name).is_dir():
         return Path(name)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
@@ -352,16 +365,14 @@ def checkpoint_folder(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=(WEIGHT_FILES, *OTHER_FILES)))
     except Exception as error:  # no network, no such model, a gate: the library's errors share no base class
-        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+        why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:220]
         raise UserError(f"--model {name}: no such folder, and fetching it from the hub failed ({why}). Where "
                         f"there is network: hf download {name} --local-dir DIR; then --model DIR") from None
 
 
-def safetensors_files(folder) -> list[Path]:
-    """The weight files of a Hugging Face folder: those that the index names, or model.safetensors.
-
-    Raises UserError where the index is damaged or a file is not there.
-    """
+def safetensors_files(folder: str | Path) -> list[Path]:
+    """The weight files of a Hugging Face folder: those that the index names, or model.safetensors. Raises
+    UserError where the index is damaged or a file is not there."""
     folder, index = Path(folder), Path(folder) / "model.safetensors.index.json"
     files = [folder / "model.safetensors"]
     try:
@@ -397,38 +408,30 @@ def read_tensor(file, path: Path, name: str, parameters: dict[str, torch.Tensor]
     return tensor
 
 
-def copy_other_files(source: Path, folder: Path) -> None:
-    """Config, tokenizer and such, but no index: it would name weight files that are not in `folder`."""
-    for pattern in OTHER_FILES:
-        for file in source.glob(pattern):
-            if not file.name.endswith(".safetensors.index.json"):
-                shutil.copyfile(file, folder / file.name)
-
-
 # ---- Attention over packed sequences -----------------------------------------------------------------------
 
 class PackedAttention:
-    """Causal attention inside each sequence of a flat stream: attend(q, k, v), q [T, heads, head_dim].
+    """Causal attention inside each sequence of a flat stream: an attend(q, k, v) for Policy.forward.
 
     Half precision on CUDA goes through FlashAttention with cumulative lengths. Elsewhere the stream is laid
-    out as [sequences, longest]: padding stands on the right, where the causal mask hides it from every real
-    query.
+    out as [sequences, longest]. The padding stands on the right, where the causal mask hides it from every
+    real query.
     """
 
-    def __init__(self, lengths: list[int], device, dtype: torch.dtype):
-        host = torch.tensor(lengths)
-        ends = host.cumsum(0)
-        starts = torch.repeat_interleave(ends - host, host)
-        self.longest, column = max(lengths), torch.arange(sum(lengths)) - starts
+    def __init__(self, lengths: list[int], device: torch.device | str, dtype: torch.dtype):
+        self.longest, counts = max(lengths), torch.tensor(lengths)
+        ends = counts.cumsum(0)
+        starts = torch.repeat_interleave(ends - counts, counts)  # [T] where the token's sequence begins
+        column = torch.arange(sum(lengths)) - starts
         self.positions = upload(column, device)  # [T] place of each token inside its own sequence
         half = torch.device(device).type == "cuda" and dtype in (torch.bfloat16, torch.float16)
         self.flash = flash_attention() if half else None
         if self.flash:
-            self.cumulative = upload(F.pad(ends, (1, 0)).to(torch.int32), device)
+            self.cumulative = upload(F.pad(ends, (1, 0)).to(torch.int32), device)  # [sequences + 1]
         else:
             self.shape = (len(lengths), self.longest)
-            rows = torch.repeat_interleave(torch.arange(len(lengths)), host)
-            self.place = (rows * self.longest + column).to(device)  # [T] → place in [sequences · longest]
+            row = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+            self.place = (row * self.longest + column).to(device)  # [T] → place in [sequences · longest]
 
     def __call__(self, q, k, v) -> torch.Tensor:
         if self.flash:
@@ -443,34 +446,41 @@ class PackedAttention:
 
 
 @functools.cache
-def flash_attention():
-    """torch's packed FlashAttention. Its signature grew: torch 2.11 takes grouped heads untold."""
+def flash_attention() -> Callable:
+    """torch's packed FlashAttention, made causal."""
     from torch.nn.attention.varlen import varlen_attn
-    told = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return functools.partial(varlen_attn, window_size=(-1, 0), **({"enable_gqa": True} if told else {}))
+    options = {"window_size": (-1, 0)}  # all tokens to the left, none to the right
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 does this without being asked
+        options["enable_gqa"] = True
+    return functools.partial(varlen_attn, **options)
 
 
-def upload(tensor: torch.Tensor, device) -> torch.Tensor:
-    """On its way to the GPU when this returns: from pinned memory nobody waits for what was queued before."""
+def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Copies to the device; to a GPU from pinned memory, as an ordinary copy waits until the GPU is idle."""
     on_gpu = torch.device(device).type == "cuda"
     return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
 
 
 # ---- Log-probabilities without [tokens, vocabulary] --------------------------------------------------------
 
-def token_logprobs(hidden, weight, targets, temperature: float = 1.0, chunk: int | None = None):
-    """Log-probability of each target under softmax(logits / temperature), and the entropy there in nats.
+def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
+                   temperature: float = 1.0, chunk: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each target under softmax(logits / temperature), and that distribution's entropy.
 
-    hidden [T, hidden] predicts targets int64 [T]; weight [vocabulary, hidden]. Returns two float [T]; only
-    the first has a gradient. Holds at most chunk × vocabulary logits (default LOGITS_IN_FLIGHT).
+    hidden [T, hidden] predicts targets int64 [T]; weight [vocabulary, hidden]. Returns two [T] in nats, fp32
+    or wider; only the first has a gradient. At most chunk × vocabulary logits exist at a time (default
+    LOGITS_IN_FLIGHT).
     """
     chunk = chunk or max(1, LOGITS_IN_FLIGHT[hidden.device.type] // weight.shape[0])
     return ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk)
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """log softmax(h W^T / temperature)[target] and the entropy, a chunk of rows at a time, recomputed
-    backward. The gradient of W is summed in fp32 over the chunks. The entropy is a metric without gradient.
+    """log softmax(h Wᵀ / temperature)[target] and the entropy, a chunk of rows at a time.
+
+    The forward pass keeps one number a row, the log-sum-exp; with it the backward pass computes the softmax
+    of each chunk again. The gradient of W is summed over the chunks in fp32 or wider. The entropy is a metric
+    and has no gradient.
     """
 
     @staticmethod
@@ -512,75 +522,83 @@ def chunk_logprobs(logits, targets, temperature: float):
 
 
 def chunk_gradient(logits, targets, lse, grad_logp, temperature: float):
-    """d loss / d logits: with p = softmax(z), z = logits / temperature, d logp[target] / d z = onehot - p."""
+    """d loss / d logits: with z = logits / temperature, d logp[target] / dz = onehot(target) − softmax(z)."""
     p = (scaled(logits, temperature) - lse[:, None]).exp()
     onehot = targets[:, None] == torch.arange(logits.shape[-1], device=logits.device)
     return ((onehot.to(p.dtype) - p) * (grad_logp / temperature)[:, None]).to(logits.dtype)
 
 
 def scaled(logits, temperature: float):
-    """In at least fp32; the matrix product before was in the working dtype, as it is in vLLM."""
+    """In fp32 or wider; the matrix product before was in the working dtype, as it is in vLLM."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
 
 
-def fused(function, tensor):
-    """On a GPU the function as one or two kernels, which read the bf16 logits and hold no fp32 copy."""
-    return compiled(function) if tensor.is_cuda else function
+def fused(function: Callable, tensor: torch.Tensor) -> Callable:
+    """On a GPU the function as one or two kernels, which read the bf16 logits and store no fp32 copy."""
+    return compile_once(function) if tensor.is_cuda else function
 
 
 @functools.cache
-def compiled(function):
+def compile_once(function: Callable) -> Callable:
     return torch.compile(function, dynamic=True)
 
 
 # ---- Sampling without an inference engine ------------------------------------------------------------------
 
 class PolicySampler:
-    """The policy generates for itself, without vLLM; the interface is that of colocate.py's engine."""
+    """The policy generates for itself, without vLLM; the interface is that of colocate.py's engine.
 
-    given_back = 0
+    completes(token ids, stop): whether the last of the ids completes one of the strings `stop`.
+    """
 
-    def __init__(self, policy: Policy, completes=None):
-        """completes(ids, stop): whether the last of the token ids completes one of the strings `stop`."""
+    given_back = 0  # bytes of the GPU, by sleep()
+
+    def __init__(self, policy: Policy, completes: Callable | None = None):
         self.policy, self.completes, self.weight_version = policy, completes, None
 
     def wake(self, named_weights, version: int) -> None:
         self.weight_version = version
 
-    def generate(self, prompts, *, n, max_tokens, temperature, seeds, eos_token_ids, stop=()):
+    def generate(self, prompts: list[list[int]], *, n: int, max_tokens: int, temperature: float,
+                 seeds: list[int], eos_token_ids: list[int], stop=()) -> list[list[tuple[list, list]]]:
+        """n completions for each prompt, as `sample` returns them; number i draws with seeds[prompt] + i."""
         ends = (lambda ids: self.completes(ids, stop)) if stop else None
-        flat = [(p, s + i) for p, s in zip(prompts, seeds) for i in range(n)]
+        requests = [(prompt, seed + i) for prompt, seed in zip(prompts, seeds) for i in range(n)]
         drawn = []
-        for start in range(0, len(flat), 256):  # bounds the KV cache
-            part = flat[start:start + 256]
-            drawn += sample(self.policy, [p for p, _ in part], max_tokens, temperature, [s for _, s in part],
-                            eos_token_ids, ends)
+        for start in range(0, len(requests), 256):  # bounds the KV cache
+            some_prompts, some_seeds = zip(*requests[start:start + 256])
+            drawn += sample(self.policy, some_prompts, max_tokens, temperature, some_seeds, eos_token_ids,
+                            ends)
         return [drawn[i:i + n] for i in range(0, len(drawn), n)]
 
     def sleep(self) -> None:
-        """Nothing to give back."""
+        """There is no memory to give back."""
 
     close = sleep
 
 
 @torch.no_grad()
-def sample(policy: Policy, prompts: list[list[int]], max_tokens: int, temperature: float, seeds: list[int],
-           eos_token_ids: list[int], ends=None) -> list[tuple[list[int], list[float]]]:
+def sample(policy: Policy, prompts: Sequence[list[int]], max_tokens: int, temperature: float,
+           seeds: Sequence[int], eos_token_ids: list[int],
+           ends: Callable | None = None) -> list[tuple[list[int], list[float]]]:
     """One completion for each prompt: (token ids, log-probability of each). Temperature 0 is greedy.
 
     A completion ends with the EOS it emitted, or where ends(its token ids) is true, or after max_tokens. What
-    a sequence draws depends on its own seed alone, not on its neighbours: u_t uniform in [0, 1) is looked up
-    in the cumulative distribution.
+    a sequence draws depends on its own seed alone, not on its neighbours: its seed gives a number u in [0, 1)
+    for each step, which is looked up in the cumulative distribution.
     """
-    device, lengths = policy.model.norm.weight.device, [len(p) for p in prompts]
-    cache = KVCache(policy, lengths, max_tokens)
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    uniform = [torch.rand(max_tokens, dtype=torch.float64, generator=g) for g in generators]
+    device = policy.device
+    uniform = [torch.rand(max_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+               for seed in seeds]
     uniform = torch.stack(uniform).to(device)  # [batch, max_tokens]
-    tokens = torch.tensor([t for p in prompts for t in p], device=device)
-    hidden = policy(tokens, cache.packed.positions, cache.attends(cache.prefill))[cache.used.cumsum(0) - 1]
-    eos, count = torch.tensor(eos_token_ids, device=device), torch.zeros_like(cache.used)
-    ids, logps, done = [], [], torch.zeros_like(count, dtype=torch.bool)
+    eos = torch.tensor(eos_token_ids, device=device)
+    cache = KVCache(policy, [len(prompt) for prompt in prompts], max_tokens)
+    tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+    hidden = policy(tokens, cache.packed.positions, cache.attends(cache.prefill))
+    hidden = hidden[cache.used.cumsum(0) - 1]  # [batch, hidden] at the last token of each prompt
+    ids, logps = [], []  # of each step, [batch]
+    count = torch.zeros_like(cache.used)  # tokens of each completion
+    done = torch.zeros_like(count, dtype=torch.bool)
     for t in range(max_tokens):
         logp = scaled(F.linear(hidden, policy.head_weight), temperature or 1.0).log_softmax(-1)
         token = draw(logp, uniform[:, t]) if temperature > 0 else logp.argmax(-1)
@@ -589,20 +607,20 @@ def sample(policy: Policy, prompts: list[list[int]], max_tokens: int, temperatur
         count += ~done
         done = done | torch.isin(token, eos)
         if ends:
-            rows = torch.stack(ids, 1).tolist()
-            done = done | torch.tensor([ends(row) for row in rows], device=device)
+            so_far = torch.stack(ids, 1).tolist()
+            done = done | torch.tensor([ends(row) for row in so_far], device=device)
         if t + 1 == max_tokens or bool(done.all()):
             break
         hidden = policy(token, cache.used, cache.attends(cache.step))
         cache.used = cache.used + 1
-    columns = zip(torch.stack(ids, 1).tolist(), torch.stack(logps, 1).tolist(), count.tolist())
-    return [(i[:n], p[:n]) for i, p, n in columns]
+    rows = zip(torch.stack(ids, 1).tolist(), torch.stack(logps, 1).tolist(), count.tolist())
+    return [(row[:n], row_logps[:n]) for row, row_logps, n in rows]
 
 
 def draw(logp: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Inverse-CDF sampling: logp [batch, vocabulary], uniform float64 [batch] → token ids [batch]."""
     cumulative = logp.double().exp().cumsum(-1)
-    threshold = uniform[:, None] * cumulative[:, -1:]  # the sum is 1 only up to rounding
+    threshold = uniform[:, None] * cumulative[:, -1:]  # whose last value is 1 only up to rounding
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=logp.shape[-1] - 1)
 
 
@@ -610,18 +628,17 @@ class KVCache:
     """Keys and values, [layers, batch, length, kv_heads, head_dim], filled from the left."""
 
     def __init__(self, policy: Policy, lengths: list[int], max_tokens: int):
-        c, weight = policy.config, policy.model.norm.weight
-        room = max(lengths) + max_tokens
+        c, device, room = policy.config, policy.device, max(lengths) + max_tokens
         shape = (c.num_hidden_layers, len(lengths), room, c.num_key_value_heads, c.head_dim)
-        self.k, self.v = torch.zeros(2, *shape, dtype=weight.dtype, device=weight.device)
-        self.packed = PackedAttention(lengths, weight.device, weight.dtype)
-        self.used = torch.tensor(lengths, device=weight.device)  # [batch] tokens in the cache
-        self.rows = torch.arange(len(lengths), device=weight.device)
-        self.prompt_rows = self.rows.repeat_interleave(self.used)
+        self.k, self.v = torch.zeros(2, *shape, dtype=policy.dtype, device=device)
+        self.packed = PackedAttention(lengths, device, policy.dtype)
+        self.used = torch.tensor(lengths, device=device)  # [batch] tokens in the cache
+        self.rows = torch.arange(len(lengths), device=device)
+        self.prompt_rows = self.rows.repeat_interleave(self.used)  # [tokens of all prompts]
 
-    def attends(self, how) -> list:
-        """`prefill` or `step` of every layer."""
-        return [functools.partial(how, layer) for layer in range(len(self.k))]
+    def attends(self, method: Callable) -> list[Callable]:
+        """What Policy.forward takes; method: self.prefill or self.step."""
+        return [functools.partial(method, layer) for layer in range(len(self.k))]
 
     def prefill(self, layer: int, q, k, v) -> torch.Tensor:
         """attend() over whole prompts, packed."""
@@ -640,31 +657,34 @@ class KVCache:
         return out.squeeze(2)
 
 
-# ---- What an update costs ----------------------------------------------------------------------------------
+# ---- What a step costs, and how it is divided --------------------------------------------------------------
 
 def memory_plan(c: ModelConfig, *, size: int, ranks: int, micro_batch: int, sequence: int, cache_tokens: int,
                 engine_limit: float, recompute: bool, compiled: bool, shared: bool = True) -> dict:
     """Bytes on each GPU in the two halves of a step: {"training": {what: bytes}, "generating": {…}}.
 
-    size: bytes of a working weight. ranks: over which the optimizer is cut. micro_batch: tokens of one
-    forward and backward. sequence: tokens of the longest one. cache_tokens: that the engine holds at once;
-    with its weights at most engine_limit, but one sequence. shared: False for an engine on its own GPU.
+    size: bytes of a working weight. ranks: over how many the optimizer is cut. micro_batch: tokens of one
+    forward and backward pass. sequence: tokens of the longest sequence. cache_tokens: how many the engine
+    would like to hold at once; its weights and KV cache stay below engine_limit bytes, but it always gets
+    room for one sequence. shared: False for an engine that has a GPU for itself.
     """
     n = parameter_count(c)
+    # What the backward pass of a block needs, in elements a token: its input, both norms, the sum between;
+    # queries, keys, values and the output of attention; gate, up and their product (and silu, unless fused).
     heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads
-    # What the backward pass of a block needs, elements a token: its input, two norms, the sum between;
-    # queries, keys, values and what attention made of them; gate, up and their product (and silu, unfused).
     block = 4 * c.hidden_size + heads * c.head_dim + (3 if compiled else 4) * c.intermediate_size
     kept = c.num_hidden_layers * c.hidden_size + block if recompute else c.num_hidden_layers * block
-    logits = min(LOGITS_IN_FLIGHT["cuda"], micro_batch * c.vocab_size)  # and their gradient
-    always = {"weights": size * n, "optimizer": 12 * n / ranks, "CUDA and graphs": 2.5 * 2**30}
+    logits = min(LOGITS_IN_FLIGHT["cuda"], micro_batch * c.vocab_size)
+    wanted = min(kv_cache_bytes(c, cache_tokens, size), engine_limit - size * n)
+    graphs = {"CUDA and graphs": 2.5 * 2**30}
+    trainer = {"weights": size * n, "optimizer": 12 * n / ranks, **graphs}
     return {
-        "training": {**always, "gradients": 4 * n,
+        "training": {**trainer, "gradients": 4 * n,
                      "activations": size * micro_batch * (kept + 6 * c.hidden_size),
+                     # A chunk and its gradient; the gradient of the table, in fp32 and as it is returned.
                      "logits": 2 * size * logits + (4 + size) * c.vocab_size * c.hidden_size},
-        "generating": {**(always if shared else {"CUDA and graphs": 2.5 * 2**30}), "engine weights": size * n,
-                       "KV cache": max(kv_cache_bytes(c, max(4096, sequence + 32), size), min(
-                           kv_cache_bytes(c, cache_tokens, size), engine_limit - size * n))}}
+        "generating": {**(trainer if shared else graphs), "engine weights": size * n,
+                       "KV cache": max(kv_cache_bytes(c, max(4096, sequence + 32), size), wanted)}}
 
 
 def kv_cache_bytes(c: ModelConfig, tokens: int, size: int) -> int:
@@ -675,18 +695,18 @@ def kv_cache_bytes(c: ModelConfig, tokens: int, size: int) -> int:
 def parameter_count(c: ModelConfig) -> int:
     """Parameters of a Policy; a tied table counts once."""
     queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    block = c.hidden_size * (2 + 2 * queries + 2 * keys + 3 * c.intermediate_size)
-    block += c.qkv_bias * (queries + 2 * keys) + c.o_bias * c.hidden_size + c.qk_norm * 2 * c.head_dim
-    block += c.mlp_bias * (2 * c.intermediate_size + c.hidden_size)
+    attention = c.hidden_size * (2 * queries + 2 * keys)
+    attention += c.qkv_bias * (queries + 2 * keys) + c.o_bias * c.hidden_size + c.qk_norm * 2 * c.head_dim
+    mlp = 3 * c.hidden_size * c.intermediate_size + c.mlp_bias * (2 * c.intermediate_size + c.hidden_size)
     tables = (2 - c.tie_word_embeddings) * c.vocab_size * c.hidden_size
-    return tables + c.num_hidden_layers * block + c.hidden_size
+    return tables + c.num_hidden_layers * (attention + mlp + 2 * c.hidden_size) + c.hidden_size
 
 
 def balance(costs: list[float], ranks: int) -> list[list[int]]:
     """Indices for each rank, the largest first to the rank with the least so far. Same on every rank."""
     parts, load = [[] for _ in range(ranks)], [0] * ranks
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        rank = min(range(ranks), key=lambda r: (load[r], r))
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        rank = load.index(min(load))
         parts[rank].append(i)
         load[rank] += costs[i]
     return parts
@@ -695,7 +715,7 @@ def balance(costs: list[float], ranks: int) -> list[list[int]]:
 def pack(lengths: list[int], budget: int) -> list[list[int]]:
     """Indices for each micro-batch, first fit, longest first. A sequence over the budget travels alone."""
     bins, room = [], []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         fit = next((b for b, free in enumerate(room) if lengths[i] <= free), None)
         if fit is None:
             bins.append([i])
@@ -717,10 +737,10 @@ WARM_START = dict(steps=120, wrong=0.4, learning_rate=1e-3)
 
 
 def write_tiny_model(folder: Path, tokenizer, seed: int) -> None:
-    """A 2-layer Llama that has seen single-digit sums, 40 % of them wrong: it writes mostly wrong numbers.
+    """Writes a 2-layer Llama that has seen single-digit sums, 40 % of them wrong: mostly it adds wrong.
 
     From random weights no completion would ever be right, and a group without a difference teaches nothing.
-    tokenizer: one token for each of 0123456789+=, the EOS 12 in eos_token_ids.
+    tokenizer: with encode(text) → one id for each of 0123456789+=, and eos_token_ids = [12].
     """
     (folder / "config.json").write_text(json.dumps(TINY_CONFIG, indent=2))
     policy, rng = Policy(ModelConfig.from_folder(folder)), random.Random(seed)
@@ -731,17 +751,20 @@ def write_tiny_model(folder: Path, tokenizer, seed: int) -> None:
                 p.normal_(0, 0.02, generator=generator)
     adam = torch.optim.AdamW(policy.parameters(), lr=WARM_START["learning_rate"], weight_decay=0.0)
     for _ in range(WARM_START["steps"]):
-        examples = []
-        for _ in range(64):
-            a, b = rng.randrange(10), rng.randrange(10)
-            answer = rng.randrange(19) if rng.random() < WARM_START["wrong"] else a + b
-            examples.append(tokenizer.encode(f"{a}+{b}={answer}") + tokenizer.eos_token_ids)
+        examples = [tokenizer.encode(digit_sum(rng)) + tokenizer.eos_token_ids for _ in range(64)]
         lengths = [len(ids) for ids in examples]
-        tokens = torch.tensor([t for ids in examples for t in ids])
+        tokens = torch.tensor([token for ids in examples for token in ids])
         answer = torch.cat([torch.arange(n) for n in lengths]) >= len("7+5=")
-        hidden = policy.packed(tokens, lengths)[answer.roll(-1)]
+        hidden = policy.packed(tokens, lengths)[answer.roll(-1)]  # the state before a token predicts it
         loss = -token_logprobs(hidden, policy.head_weight, tokens[answer])[0].mean()
         adam.zero_grad()
         loss.backward()
         adam.step()
     policy.save(folder)
+
+
+def digit_sum(rng: random.Random) -> str:
+    """As "7+5=12", or with a random result."""
+    a, b = rng.randrange(10), rng.randrange(10)
+    result = rng.randrange(19) if rng.random() < WARM_START["wrong"] else a + b
+    return f"{a}+{b}={result}"

@@ -102,8 +102,8 @@ def test_compiled_chunks_equal_autograd_in_double(dtype, rounding):
         logs = (exact / temperature).log_softmax(-1)
         chosen = logs.gather(-1, targets[:, None]).squeeze(-1)
         chosen.backward(upstream.double())
-        logp, entropy, lse = model.compiled(model.chunk_logprobs)(logits, targets, temperature)
-        grad = model.compiled(model.chunk_gradient)(logits, targets, lse, upstream, temperature)
+        logp, entropy, lse = model.compile_once(model.chunk_logprobs)(logits, targets, temperature)
+        grad = model.compile_once(model.chunk_gradient)(logits, targets, lse, upstream, temperature)
         assert logp.dtype == entropy.dtype == torch.float32 and grad.dtype == dtype
         assert torch.allclose(logp.double(), chosen, atol=1e-5)
         # A difference of two large numbers, so of fewer digits; a metric only.
