@@ -74,7 +74,8 @@ class ColocatedEngine:
         self.folder, self.expected = Path(folder), checkpoint_shapes(folder)
         if self.cuda:
             check_free_memory(gpu_memory_utilization)
-        sizes = sorted({1, 2, 4, *range(8, min(max_num_seqs, 512) + 1, 8), min(max_num_seqs, 512)})
+        most = min(max_num_seqs, 512)
+        graph_sizes = sorted({1, 2, 4, *range(8, most + 1, 8), most})  # of the batches that get a CUDA graph
         prepare_environment()
         with random_state_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # vLLM walks through torch's deprecated names
@@ -86,15 +87,16 @@ class ColocatedEngine:
                 distributed_executor_backend="external_launcher", enable_sleep_mode=self.sleeps,
                 max_model_len=max_model_len, max_num_seqs=max_num_seqs, enforce_eager=enforce_eager,
                 gpu_memory_utilization=gpu_memory_utilization, kv_cache_memory_bytes=kv_cache_bytes,
-                compilation_config={} if enforce_eager else {"cudagraph_capture_sizes": sizes},
+                compilation_config={} if enforce_eager else {"cudagraph_capture_sizes": graph_sizes},
                 enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",  # of what was sampled from: log softmax(logits / T)
                 generation_config="vllm",  # not the model's: it may hide a top_p or a penalty
                 skip_tokenizer_init=True, seed=0, disable_log_stats=True)
-        self.core, self.given_back = self.llm.llm_engine.engine_core, 0  # bytes of the GPU, by the last sleep
-        # Never twice: scheduling runs a step ahead, so the step after the last EOS is still in flight when
-        # generate returns, and its tokens would go to whoever has the name by then.
+        self.core = self.llm.llm_engine.engine_core
+        # Names of requests, never used twice: vLLM schedules a step ahead, so when generate returns one more
+        # step is in flight, and its tokens would go to a new request of an old name.
         self.names = itertools.count()
+        self.given_back = 0  # bytes of the GPU, by the last sleep
         self.awake = False
         self.weight_version = None
         self.checksums = None  # (pushed, engine) of the last push, CUDA only
@@ -115,9 +117,14 @@ class ColocatedEngine:
             pairs.append(("lm_head.weight", dict(pairs)["model.embed_tokens.weight"]))
         if self.sleeps and torch.cuda.mem_get_info()[0] < self.given_back + 2**30:
             torch.cuda.empty_cache()  # what the trainer's allocator hoards, the engine cannot have
-        self.timed("wake", lambda: self.sleeps and self.llm.wake_up(tags=["weights"]))
-        self.timed("push", lambda: self.push(pairs))
-        self.timed("kv", lambda: self.sleeps and self.llm.wake_up(tags=["kv_cache"]))
+        with self.timed("wake"):
+            if self.sleeps:
+                self.llm.wake_up(tags=["weights"])
+        with self.timed("push"):
+            self.push(pairs)
+        with self.timed("kv"):
+            if self.sleeps:
+                self.llm.wake_up(tags=["kv_cache"])
         if not self.llm.reset_prefix_cache():  # cached keys and values belong to the previous weights
             raise RuntimeError("vLLM refused to reset its prefix cache: a request is still running")
         if self.cuda:
@@ -202,34 +209,26 @@ class ColocatedEngine:
     def sleep(self) -> None:
         """Discards weights and KV cache. A CPU engine keeps its memory, but counts as empty all the same."""
         self.awake = False
-        self.timed("sleep", self.discard)
-
-    def discard(self) -> None:
-        """vLLM collects garbage and empties torch's cache on the way, in which the trainer's objects and its
-        gigabytes would be gone over and asked for again at every step: neither is needed for the engine's."""
-        if not self.sleeps:
-            return
-        before, empty_cache = torch.cuda.mem_get_info()[0], torch.cuda.empty_cache
-        gc.freeze()
-        torch.cuda.empty_cache = lambda: None
-        try:
-            self.llm.sleep(level=2)
-        finally:
-            torch.cuda.empty_cache = empty_cache
-            gc.unfreeze()
-        self.given_back = torch.cuda.mem_get_info()[0] - before
+        with self.timed("sleep"):
+            if self.sleeps:
+                free = torch.cuda.mem_get_info()[0]
+                with trainer_left_alone():
+                    self.llm.sleep(level=2)
+                self.given_back = torch.cuda.mem_get_info()[0] - free
 
     def close(self) -> None:
         """Ends the engine and, as vLLM does, the default process group. Only ever the last call."""
         self.awake = False
-        self.llm.llm_engine.engine_core.shutdown()
+        self.core.shutdown()
 
-    def timed(self, name: str, act) -> None:
+    @contextlib.contextmanager
+    def timed(self, part: str):
+        """Writes the seconds that the block takes, on the GPU too, into `times`."""
         start = time.perf_counter()
-        act()
+        yield
         if self.cuda:
             torch.cuda.synchronize()
-        self.times[name] = time.perf_counter() - start
+        self.times[part] = time.perf_counter() - start
 
 
 def completes(tokenizer, ids: list[int], stop: Sequence[str]) -> bool:
@@ -465,6 +464,22 @@ def random_state_kept():
         torch.set_rng_state(states[2])
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
+
+
+@contextlib.contextmanager
+def trainer_left_alone():
+    """On its way to sleep vLLM collects garbage and empties torch's memory cache. For what the engine frees
+    neither is needed, but it would walk over all objects of the trainer, and make the trainer ask the driver
+    for its gigabytes again, at every step.
+    """
+    empty_cache = torch.cuda.empty_cache
+    gc.freeze()
+    torch.cuda.empty_cache = lambda: None
+    try:
+        yield
+    finally:
+        torch.cuda.empty_cache = empty_cache
+        gc.unfreeze()
 
 
 # ---- torchrun colocate.py MODEL ----------------------------------------------------------------------------

@@ -107,7 +107,7 @@ class RecordingEngine(ColocatedEngine):
             return lambda *args, **kwargs: (self.calls.append((name, *args, *kwargs.get("tags", ()))), result)[1]
 
         self.wake_up, self.reset_prefix_cache = record("wake_up"), record("reset_prefix_cache", True)
-        self.collective_rpc, self.discard = record("reload_weights"), record("sleep")
+        self.collective_rpc = record("reload_weights")
         pushed = torch.arange(8).view(4, 2).float()
         self.apply_model = lambda fn: (self.calls.append(("apply_model",)), [bit_sum([pushed]) + (not agree)])[1]
 
