@@ -1,8 +1,10 @@
 """The real vLLM engine on two CPU ranks: invariants H1 to H5, and tests of their tests (red when broken)."""
 
+import gc
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,25 @@ def test_h3_order_of_waking(monkeypatch):
     with pytest.raises(RuntimeError, match="handoff broken"):
         broken.wake(weights)
     assert not broken.awake
+
+
+def test_sleep_leaves_the_trainers_objects_and_memory_alone(monkeypatch):
+    engine, free, emptied, frozen = RecordingEngine(cuda=True, tied=True), iter((3 * 2**30, 8 * 2**30)), [], []
+    empty_cache = lambda: emptied.append(1)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 80 * 2**30))
+    before, engine.awake = gc.get_freeze_count(), True
+
+    def sleep(level):
+        torch.cuda.empty_cache()  # as vLLM does
+        frozen.append(gc.get_freeze_count() - before)
+        assert level == 2 and not engine.awake
+
+    engine.llm = types.SimpleNamespace(sleep=sleep)
+    engine.sleep()
+    assert frozen[0] > 1000 and not emptied and engine.given_back == 5 * 2**30 and engine.times["sleep"] > 0
+    assert torch.cuda.empty_cache is empty_cache and gc.get_freeze_count() == 0
 
 
 def test_tied_head_is_pushed_on_a_cpu_only(monkeypatch):

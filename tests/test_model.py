@@ -233,5 +233,11 @@ def test_hub_ids_fetch_only_what_is_needed(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
     with pytest.raises(UserError, match="no route to host.*hf download Qwen/Qwen2.5-0.5B --local-dir DIR"):
         checkpoint_folder("Qwen/Qwen2.5-0.5B")
+
+    def time_out(name, allow_patterns):
+        raise TimeoutError
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", time_out)
+    with pytest.raises(UserError, match="TimeoutError.*hf download"):
+        checkpoint_folder("Qwen/Qwen2.5-0.5B")
     with pytest.raises(UserError, match="no such folder"):
         checkpoint_folder("models/a/b")
