@@ -41,7 +41,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 VLLM_TESTED, VLLM_FIRST, VLLM_LAST = ("0.26.0", "0.32.0"), (0, 26), (0, 33)
 # Everything that could change the distribution is said, so that no default of vLLM's decides it.
@@ -125,6 +125,7 @@ class ColocatedEngine:
             pairs.append(("lm_head.weight", dict(pairs)["model.embed_tokens.weight"]))
         if self.sleeps and torch.cuda.mem_get_info()[0] < self.given_back + 2**30:
             torch.cuda.empty_cache()  # what torch keeps for the trainer's next use, the engine cannot have
+        self.awake = False  # until all of these weights are in, also where the last ones still are
         with self.timed("wake"):
             if self.sleeps:
                 self.llm.wake_up(tags=["weights"])
@@ -355,16 +356,21 @@ def serve(link: Link) -> None:
                 engine = ColocatedEngine(**arguments)
                 link.send("built")
             case "wake", descriptions, version:
-                pairs = [(name, torch.empty(shape, dtype=dtype, device=link.device))
-                         for name, shape, dtype in descriptions]
-                for _, tensor in pairs:
-                    link.broadcast(tensor)
-                engine.wake(pairs, version)
+                engine.wake(received(link, descriptions), version)
                 link.send("awake")
             case "generate", arguments:
                 link.send(engine.generate(**arguments))
             case ("close",):
                 return engine.close()
+
+
+def received(link: Link, descriptions: list[tuple]) -> list[tuple[str, torch.Tensor]]:
+    """The weights that a trainer broadcasts, by name. Nobody keeps them: beside them stand the engine's."""
+    pairs = [(name, torch.empty(shape, dtype=dtype, device=link.device))
+             for name, shape, dtype in descriptions]
+    for _, tensor in pairs:
+        link.broadcast(tensor)
+    return pairs
 
 
 def become_a_job_of_one_rank() -> None:
@@ -386,13 +392,18 @@ def read_config(folder: str | Path) -> dict:
 
 
 def checkpoint_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor, from the headers of the safetensors; UserError where there are none."""
-    shapes = {}
-    for path in sorted(Path(folder).glob("model*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-    if not shapes:
-        raise UserError(f"{folder} holds no model*.safetensors")
+    """Name → shape of every tensor, from the headers of model.safetensors or of the files that the index
+    names. Raises UserError where they cannot be read."""
+    index, files, shapes = Path(folder) / "model.safetensors.index.json", {"model.safetensors"}, {}
+    try:
+        if index.exists():
+            files = set(json.loads(index.read_text())["weight_map"].values())
+        for name in sorted(files):
+            with safe_open(Path(folder) / name, framework="pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        raise UserError(f"{folder} holds no model.safetensors that can be read ({error}): fetch the model "
+                        "again") from None
     return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
 
 

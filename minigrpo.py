@@ -645,7 +645,7 @@ def build_engine(c: Config, folder: Path, tokenizer: Tokenizer, policy: Policy, 
     if not (c.colocate or c.split):
         sampler = PolicySampler(policy, functools.partial(completes, tokenizer))
         return RecordedEngine(Path(c.replay)) if c.replay else sampler
-    dtype, ranks = policy.model.norm.weight.dtype, 1 if c.split else world.size
+    dtype, ranks = policy.dtype, 1 if c.split else world.size
     arguments = dict(
         folder=folder, dtype=dtype, max_model_len=c.longest,
         max_num_seqs=-(-c.prompts_per_step // ranks) * c.num_generations, sleeps=c.colocate,

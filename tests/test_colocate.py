@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint, write_tokenizer
+from safetensors.torch import save_file
 
 import colocate
-from colocate import ColocatedEngine, UserError, bit_sum, check_push
+from colocate import ColocatedEngine, UserError, bit_sum, check_push, checkpoint_shapes
 
 HERE = Path(__file__).resolve().parent
 
@@ -129,9 +130,28 @@ def test_h3_order_of_waking(monkeypatch):
     engine.wake(weights)
     assert engine.calls[0] == ("wake_up", "weights")  # with room for the engine the trainer keeps its cache
     broken = RecordingEngine(cuda=True, tied=True, sums_agree=False)
-    with pytest.raises(RuntimeError, match="handoff broken"):
-        broken.wake(weights)
-    assert not broken.awake
+    for before in (False, True):  # awake already, it has not these weights either
+        broken.awake = before
+        with pytest.raises(RuntimeError, match="handoff broken"):
+            broken.wake(weights)
+        assert not broken.awake
+
+
+def test_h3_shapes_are_those_of_the_files_in_use(tmp_path):
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    save_file({"b": torch.zeros(4), "rotary_emb.inv_freq": torch.zeros(1)}, tmp_path / "model-00001-of-00002.safetensors")
+    assert checkpoint_shapes(tmp_path) == {"a": (2, 3)}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"b": "model-00001-of-00002.safetensors"}}')
+    assert checkpoint_shapes(tmp_path) == {"b": (4,)}  # what else lies there is not of this model
+    for damage in ('{"weight_map": {"b": "model-2.safetensors"}}', "{}", "[]", "{"):
+        index.write_text(damage)
+        with pytest.raises(UserError, match="no model.safetensors that can be read"):
+            checkpoint_shapes(tmp_path)
+    index.unlink()
+    (tmp_path / "model.safetensors").write_bytes(b"12345678")
+    with pytest.raises(UserError, match="no model.safetensors that can be read"):
+        checkpoint_shapes(tmp_path)
 
 
 def test_sleep_leaves_the_trainers_objects_and_memory_alone(monkeypatch):
