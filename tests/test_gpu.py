@@ -45,10 +45,11 @@ def test_bf16_on_a_gpu_is_near_fp32_on_a_cpu(tmp_path, family):
 
 def test_an_optimizer_in_the_cpus_memory_takes_the_same_steps(tmp_path):
     write_checkpoint(tmp_path, "qwen2-tied")
-    flat = []
+    moved = []
     for offload in (False, True):
         policy = Policy.from_folder(tmp_path, "cuda", torch.bfloat16)
         optimizer = ShardedAdamW(policy, Config(optimizer_offload=offload), World())
+        before = optimizer.master.clone().cpu()
         assert optimizer.master.is_cuda != offload and all(s.is_cuda != offload for s in optimizer.state.values())
         for step in range(3):
             optimizer.begin()
@@ -56,6 +57,6 @@ def test_an_optimizer_in_the_cpus_memory_takes_the_same_steps(tmp_path):
             logp, _ = token_logprobs(policy.packed(tokens, [20]), policy.head_weight, tokens.roll(-1))
             logp.sum().backward()
             assert optimizer.step(1e-3) > 0
-        flat.append(optimizer.master.cpu())
-        assert torch.equal(flat[-1].bfloat16(), optimizer.weights.cpu())
-    assert (flat[0] - flat[1]).abs().max() < 1e-4
+        assert torch.equal(optimizer.master.cpu().bfloat16(), optimizer.weights.cpu())
+        moved.append(optimizer.master.cpu() - before)
+    assert (moved[0] - moved[1]).norm() < 0.1 * moved[0].norm()  # where a gradient is about 0, its sign is chance
