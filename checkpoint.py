@@ -45,6 +45,10 @@ METRICS = (
     "tokens_per_second_per_gpu", "mfu", "memory/peak_gib", "memory/asleep_gib", "weight_version")
 
 
+# With other values of these a run continues all the same: they decide what is seen of it.
+FREE = ("out", "fresh", "log_completions", "report_to", "timeout_minutes")
+
+
 class Health:
     """Watches the numbers of a run: warns where they look wrong, ends it where they are.
 
@@ -98,7 +102,7 @@ class Run:
     def __init__(self, c, world):
         self.c, self.world, self.writes, self.recent = c, world, world.rank == 0, []
         self.metrics = dict.fromkeys(METRICS)
-        self.options = {k: v for k, v in dataclasses.asdict(c).items() if k not in ("out", "fresh")}
+        self.options = {k: v for k, v in dataclasses.asdict(c).items() if k not in FREE}
         digest = hashlib.sha256(json.dumps(self.options, sort_keys=True).encode()).hexdigest()[:8]
         data = "+".join(Path(source).stem for source in c.data)
         self.folder = Path(c.out or f"runs/{Path(c.model).name}-{data}-{digest}")

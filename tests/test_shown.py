@@ -11,7 +11,7 @@ import pytest
 import ranks
 
 from checkpoint import Report, Run
-from minigrpo import Config
+from minigrpo import Config, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 ROW = {"step": 4, "reward": None, "time/step": 1.0, "completions/mean_length": 2.0, "logprob_gap/mean": 0.0,
@@ -171,3 +171,15 @@ def test_the_whole_program_prints_them(tmp_path):
         f"  {batch[0]['prompt']!r} → {batch[0]['completion']!r}  reward {batch[0]['reward']}  "
         f"advantage {batch[0]['advantage']:.3f}")
     assert run(tmp_path / "run", "--log_completions", -1).returncode == 1
+
+
+def test_what_is_shown_may_change_when_a_run_continues(tmp_path):
+    """Where no folder is named it is the same one too."""
+    def folder(*flags):
+        return Run(parse([*flags]), types.SimpleNamespace(rank=1, gather=lambda value: [{"step": 0}])).folder
+
+    assert folder() == folder("--log_completions", "2", "--report_to", "wandb", "--timeout_minutes", "9")
+    assert folder() != folder("--seed", "2")
+    assert run(tmp_path / "run", "--max_steps", 1).returncode == 0
+    done = run(tmp_path / "run", "--max_steps", 1, "--log_completions", 1)
+    assert done.returncode == 0 and "holds a finished run" in done.stdout
