@@ -16,8 +16,10 @@ from minigrpo import Config, ShardedAdamW, World
 from model import Policy, write_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = ["--max_steps", "36", "--save_steps", "3", "--eval_steps", "5", "--prompts_per_step", "6", "--num_generations",
-         "4", "--save_rollouts", "36", "--max_completion_length", "3"]
+KILLS = int(os.environ.get("MINIGRPO_KILLS", 3))
+STEPS = str(max(36, 5 * KILLS))  # a fast machine must not be through before the last kill
+FLAGS = ["--max_steps", STEPS, "--save_steps", "3", "--eval_steps", "5", "--prompts_per_step", "6", "--num_generations",
+         "4", "--save_rollouts", STEPS, "--max_completion_length", "3"]
 VARYING = ("time/", "tokens_per_second", "mfu", "memory/")
 
 
@@ -78,22 +80,21 @@ def assert_same(disturbed: Path, undisturbed: Path) -> None:
 
 def test_killed_at_random_moments_it_ends_bitwise_the_same(undisturbed, tmp_path):
     """Kill -9 of torchrun and every rank; the moments spread over start, generate, update, write and rename."""
-    out, rng, kills = tmp_path / "run", random.Random(7), int(os.environ.get("MINIGRPO_KILLS", 3))
-    done = 0
-    for attempt in range(40 * kills):
+    out, rng, done = tmp_path / "run", random.Random(7), 0
+    for attempt in range(40 * KILLS):
         process = start(out)
         wait_for(lambda: (out / "metrics.jsonl").exists() or process.poll() is not None)
         before = len((out / "metrics.jsonl").read_text().splitlines()) if (out / "metrics.jsonl").exists() else 0
         moment = time.monotonic() + rng.uniform(1.0, 5.0)
         wait_for(lambda: time.monotonic() > moment or process.poll() is not None)
-        if process.poll() is not None or done == kills:
+        if process.poll() is not None or done == KILLS:
             break
         for pid in [*ranks_of(process), process.pid]:
             os.kill(pid, signal.SIGKILL)
         process.wait()
         done += 1
     finish(out, process)
-    assert done == kills, f"the run ended after {done} kills (it had {before} rows): give it more steps"
+    assert done == KILLS, f"the run ended after {done} kills (it had {before} rows): give it more steps"
     assert_same(out, undisturbed)
 
 
