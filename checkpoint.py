@@ -2,7 +2,7 @@
 
     run = Run(c, world)                                       # takes the folder
     start = run.state["step"]
-    run.begin()                                               # goes back to the last checkpoint
+    run.begin(updates=200)                                    # goes back to the last checkpoint
     run.keep_rollouts(7, rollouts)                            # rollouts/step_7.jsonl, written
     run.write_rollouts()                                      # when there is time
     run.record({"step": 7, "reward": 0.5})                    # a row of metrics.jsonl
@@ -154,8 +154,10 @@ class Run:
                             "another --out, or --fresh to start anew")
         return state
 
-    def begin(self) -> None:
-        """Goes back to the last checkpoint, once everything else is known to be in order."""
+    def begin(self, updates: int) -> None:
+        """Goes back to the last checkpoint, once everything else is known to be in order. updates: of the
+        whole run."""
+        self.updates = updates
         try:
             if self.writes:
                 self.cut_back(self.state["step"])
@@ -238,7 +240,7 @@ class Run:
         """One line a step, for a person, and log_completions of the completions, spread over the prompts."""
         if not self.writes:
             return
-        total, done = self.c.max_steps, row["step"] + 1
+        total, done = self.updates, row["step"] + 1
         self.recent = [*self.recent[-19:], row["time/step"]]
         left = (total - done) * sum(self.recent) / len(self.recent)
         accuracy = "" if row.get("eval/accuracy") is None else f"  accuracy {row['eval/accuracy']:.1%}"

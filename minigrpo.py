@@ -329,6 +329,7 @@ class Inputs:
     held_out: dict[str, list[Prompt]]  # name of the data set → its prompts
     scorer: Scorer
     policy: Policy
+    updates: int  # of this run; the learning rate is scheduled over c.max_steps
 
 
 @dataclass
@@ -600,9 +601,10 @@ def load(c: Config, folder: Path, weights: Path, world: World) -> Inputs:
                         f"{config.vocab_size} of config.json: they are of different models")
     if c.max_steps == -1:
         c.max_steps = math.ceil(c.num_train_epochs * len(prompts.train) / c.prompts_per_step)
+    updates = c.max_steps
     if c.replay:
-        c.max_steps, held_out = checkpoint.recorded_steps(c), {}
-        prompts.notes.append(f"replays {c.max_steps} steps of {c.replay}; no engine, no evaluation")
+        updates, held_out = checkpoint.recorded_steps(c), {}
+        prompts.notes.append(f"replays {updates} steps of {c.replay}; no engine, no evaluation")
     dtype = {"auto": torch.bfloat16 if world.cuda else torch.float32}.get(c.dtype) or getattr(torch, c.dtype)
     if world.cuda and (c.colocate or c.split):
         prompts.notes.append(plan_memory(c, config, dtype.itemsize, world.size, world.card)[0])
@@ -613,7 +615,7 @@ def load(c: Config, folder: Path, weights: Path, world: World) -> Inputs:
             raise UserError(f"{weights / 'config.json'} is not the one of {c.model}: --fresh starts anew")
     worthwhile = world.cuda and parameter_count(config) > 4e8  # smaller ones wait for the CPU anyway
     policy.training_mode({"auto": worthwhile, "on": True, "off": False}[c.compile], c.recompute)
-    return Inputs(tokenizer, prompts, held_out, scorer, policy)
+    return Inputs(tokenizer, prompts, held_out, scorer, policy, updates)
 
 
 def plan_memory(c: Config, m: ModelConfig, size: int, ranks: int, card: int) -> tuple[str, int]:
@@ -680,13 +682,13 @@ def begin(c: Config, folder: Path, inputs: Inputs, run: Run, world: World) -> tu
     if run.state.get("data", prompts.fingerprint) != prompts.fingerprint:
         raise UserError(f"{' '.join(c.data)} changed since {run.folder} began: give another --out or "
                         "--fresh")
-    run.begin()
+    run.begin(inputs.updates)
     held_out = sum(map(len, inputs.held_out.values()))
     world.say("\n".join([*prompts.notes, f"{held_out} prompts to evaluate on"]))
     engine = build_engine(c, folder, inputs.tokenizer, policy, world)
     optimizer = ShardedAdamW(policy, c, world)  # after the engine: vLLM measures the memory that is free
-    world.say(f"{c.model} on {world.size} ranks, {c.max_steps} steps; everything is written to {run.folder}, "
-              f"a checkpoint in about {run.seconds_to_save(optimizer):.1f} s")
+    world.say(f"{c.model} on {world.size} ranks, {inputs.updates} steps; everything is written to "
+              f"{run.folder}, a checkpoint in about {run.seconds_to_save(optimizer):.1f} s")
     if c.beta:
         optimizer.keep_reference(Policy.from_folder(folder, "cpu", optimizer.weights.dtype))
     if step := run.state["step"]:
@@ -713,8 +715,8 @@ def train(c: Config, world: World) -> None:
     if inputs.held_out:  # every row has every key
         run.metrics |= eval_metrics({name: [[0.0] * c.eval_num_generations] for name in inputs.held_out})
 
-    for step in range(start, c.max_steps + 1):
-        last, row, began = step == c.max_steps, {"step": step, "weight_version": step}, world.now()
+    for step in range(start, inputs.updates + 1):
+        last, row, began = step == inputs.updates, {"step": step, "weight_version": step}, world.now()
         watch = functools.partial(timed, row, world=world)
         with watch("wake"):                                                                     # 1. wake
             engine.wake(policy.named_parameters(), version=step)
@@ -756,7 +758,7 @@ def train(c: Config, world: World) -> None:
         run.print_line(row, rollouts)
         health.check(row, rollouts)
         stopped = any(world.gather(stop.wanted))  # a signal may have reached one rank only
-        if stopped or ((step + 1) % c.save_steps == 0 and step + 1 < c.max_steps):
+        if stopped or ((step + 1) % c.save_steps == 0 and step + 1 < inputs.updates):
             run.save(policy, optimizer, folder, step + 1, before=before, stopped=stopped,
                      data=prompts.fingerprint)
         if stopped:
@@ -764,8 +766,8 @@ def train(c: Config, world: World) -> None:
             break
     if last:
         accuracy = "" if after is None else f"accuracy {before:.1%} → {after:.1%}, "
-        result = f"{accuracy}model in {run.folder / f'step_{c.max_steps}'}"
-        run.save(policy, optimizer, folder, c.max_steps, before=before, after=after, result=result,
+        result = f"{accuracy}model in {run.folder / f'step_{inputs.updates}'}"
+        run.save(policy, optimizer, folder, inputs.updates, before=before, after=after, result=result,
                  finished=True, data=prompts.fingerprint)
         world.say(f"done: {result}")
     world.gather(None)  # nobody ends the engine, and with it the process group, while another still needs it

@@ -338,7 +338,7 @@ def test_evaluation_ends_completions_where_rollouts_do():
     engine, stop = FakeEngine([[([5, 6], [0.0, 0.0])]]), ["</answer>"]
     world = types.SimpleNamespace(share=lambda items: items, meet=lambda stage: None, gather=lambda value: [value])
     scorer = types.SimpleNamespace(score=lambda groups: [types.SimpleNamespace(parts={"f": [1.0]}) for _ in groups])
-    inputs = minigrpo.Inputs(FakeTokenizer(), None, {"a": [Prompt("a", [3], {})]}, scorer, policy=None)
+    inputs = minigrpo.Inputs(FakeTokenizer(), None, {"a": [Prompt("a", [3], {})]}, scorer, policy=None, updates=1)
     minigrpo.evaluate(engine, inputs, Config(stop=stop), world)
     assert engine.options["stop"] == stop
 

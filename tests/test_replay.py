@@ -65,6 +65,15 @@ def test_replay_is_the_recorded_run_to_the_last_bit_and_so_is_another(recorded, 
     assert [row["eval/accuracy"] for row in metrics] == [None] * 5
 
 
+def test_the_learning_rate_is_that_of_the_whole_run_where_only_its_begin_was_kept(recorded, tmp_path):
+    copy = broken(recorded, tmp_path)
+    for step in (2, 3):
+        (copy / f"rollouts/step_{step}.jsonl").unlink()
+    finished("--out", tmp_path / "a", "--replay", copy)
+    assert rows(tmp_path / "a")[:-1] == rows(recorded)[:2]
+    assert rows(recorded)[1]["learning_rate"] == pytest.approx(1e-3 * 3 / 4)  # linear, over four steps
+
+
 def test_another_loss_of_the_same_completions(recorded, tmp_path):
     finished("--out", tmp_path / "a", "--replay", recorded, "--loss_type", "dr_grpo", "--max_completion_length", 8,
              "--max_steps", 3)

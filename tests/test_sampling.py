@@ -51,7 +51,7 @@ class FakeScorer:
 
 
 def inputs(scorer, held_out=()):
-    return Inputs(TOKENIZER, PromptSet(PROMPTS, [], [], ""), held_out, scorer, policy=None)
+    return Inputs(TOKENIZER, PromptSet(PROMPTS, [], [], ""), held_out, scorer, policy=None, updates=9)
 
 
 def a_step(c, step, mine, differs):

@@ -128,7 +128,7 @@ def test_real_tensorboard_shows_each_step_once(tmp_path):
 # ---- Completions on the console ----------------------------------------------------------------------------
 
 def printed(capsys, rollouts, rank=0, **options) -> list[str]:
-    run = types.SimpleNamespace(c=Config(max_steps=10, **options), writes=rank == 0, recent=[])
+    run = types.SimpleNamespace(c=Config(**options), updates=10, writes=rank == 0, recent=[])
     Run.print_line(run, ROW, rollouts)
     return capsys.readouterr().out.splitlines()
 

@@ -343,7 +343,7 @@ def test_decode_loop_refuses_the_log_probability_of_another_token():
 
 def run_in(folder, **options) -> Run:
     run = Run(Config(out=str(folder), **options), types.SimpleNamespace(rank=0, gather=lambda value: [value]))
-    run.begin()
+    run.begin(updates=9)
     return run
 
 
