@@ -624,11 +624,10 @@ def plan_memory(c: Config, m: ModelConfig, size: int, ranks: int, card: int) -> 
     Raises UserError, naming what to change, where it is more than the card's bytes.
     """
     longest, whole = c.max_prompt_length + c.max_completion_length, c.prompts_per_step * c.num_generations
-    at_once = whole if c.split else -(-c.prompts_per_step // ranks) * c.num_generations  # in one engine
     halves = memory_plan(
         m, size=size, ranks=math.inf if c.optimizer_offload else ranks, shared=not c.split,
         recompute=c.recompute, compiled=c.compile != "off",
-        sequence=c.longest, cache_tokens=at_once * longest,
+        sequence=c.longest, cache_tokens=completions_at_once(c, ranks) * longest,
         micro_batch=min(max(c.micro_batch_tokens, longest), -(-whole // ranks) * longest),
         engine_limit=(0.85 if c.split else c.vllm_gpu_memory_utilization) * card)
     words = "\n".join(f"{name} {sum(half.values()) / 2**30:.1f} = " + " + ".join(
@@ -643,15 +642,20 @@ def plan_memory(c: Config, m: ModelConfig, size: int, ranks: int, card: int) -> 
     return words, int(halves["generating"]["KV cache"])
 
 
+def completions_at_once(c: Config, ranks: int) -> int:
+    """That one engine generates in a step; ranks: that train."""
+    prompts = c.prompts_per_step if c.split else math.ceil(c.prompts_per_step / ranks)
+    return prompts * c.num_generations
+
+
 def build_engine(c: Config, folder: Path, tokenizer: Tokenizer, policy: Policy, world: World) -> Engine:
     if not (c.colocate or c.split):
         sampler = PolicySampler(policy, functools.partial(completes, tokenizer))
         return RecordedEngine(Path(c.replay)) if c.replay else sampler
-    dtype, ranks = policy.dtype, 1 if c.split else world.size
+    dtype = policy.dtype
     arguments = dict(
-        folder=folder, dtype=dtype, max_model_len=c.longest,
-        max_num_seqs=-(-c.prompts_per_step // ranks) * c.num_generations, sleeps=c.colocate,
-        gpu_memory_utilization=c.vllm_gpu_memory_utilization,
+        folder=folder, dtype=dtype, max_model_len=c.longest, max_num_seqs=completions_at_once(c, world.size),
+        gpu_memory_utilization=c.vllm_gpu_memory_utilization, sleeps=c.colocate,
         enforce_eager=c.vllm_enforce_eager or not world.cuda)
     if world.cuda:
         _, arguments["kv_cache_bytes"] = plan_memory(c, policy.config, dtype.itemsize, world.size, world.card)
