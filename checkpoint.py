@@ -106,8 +106,9 @@ class Run:
         digest = hashlib.sha256(json.dumps(self.options, sort_keys=True).encode()).hexdigest()[:8]
         data = "+".join(Path(source).stem for source in c.data)
         self.folder = Path(c.out or f"runs/{Path(c.model).name}-{data}-{digest}")
-        self.latest, self.writer, self.writing = self.folder / "latest", ThreadPoolExecutor(1), []
+        self.latest, self.writer = self.folder / "latest", ThreadPoolExecutor(1)
         self.kept = None  # (step, rollouts) that are still to be written
+        self.writing = None  # what the writer is at, or was last
         self.state = world.gather(self.find() if self.writes else None)[0]  # what `latest` says
 
     def find(self) -> dict:
@@ -209,8 +210,7 @@ class Run:
         """Appends a row to metrics.jsonl, once what `write_rollouts` began is written."""
         if not self.writes:
             return
-        for writing in self.writing:
-            writing.result()  # a full disk is an error of the run
+        self.finish_writing()
         with open(self.folder / "metrics.jsonl", "a") as file:
             number = lambda v: v if v is None or math.isfinite(v) else None  # JSON has no NaN
             row = {key: number(row.get(key)) for key in self.metrics}
@@ -226,7 +226,12 @@ class Run:
         """Begins to write those kept, in a thread. Called before an update, which leaves the CPU idle: what
         generates is bound by it."""
         if self.kept:
-            self.writing, self.kept = [self.writer.submit(self._write_rollouts, *self.kept)], None
+            self.writing, self.kept = self.writer.submit(self._write_rollouts, *self.kept), None
+
+    def finish_writing(self) -> None:
+        """Waits for what `write_rollouts` began. A full disk is an error of the run."""
+        if self.writing:
+            self.writing.result()
 
     def _write_rollouts(self, step: int, rollouts: list) -> None:
         folder = self.folder / "rollouts"
@@ -281,8 +286,7 @@ class Run:
         folder, partial = self.folder / f"step_{step}", self.folder / f"step_{step}.partial"
         if self.writes:
             self.write_rollouts()  # who continues from here does not write them again
-            for writing in self.writing:
-                writing.result()
+            self.finish_writing()
             needed = self.size(optimizer)
             if (free := shutil.disk_usage(self.folder).free) < 1.1 * needed:
                 raise UserError(f"{self.folder}: a checkpoint takes {needed / 2**30:.1f} GiB, only "

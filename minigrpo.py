@@ -649,9 +649,10 @@ def completions_at_once(c: Config, ranks: int) -> int:
 
 
 def build_engine(c: Config, folder: Path, tokenizer: Tokenizer, policy: Policy, world: World) -> Engine:
+    if c.replay:
+        return RecordedEngine(Path(c.replay))
     if not (c.colocate or c.split):
-        sampler = PolicySampler(policy, functools.partial(completes, tokenizer))
-        return RecordedEngine(Path(c.replay)) if c.replay else sampler
+        return PolicySampler(policy, functools.partial(completes, tokenizer))
     dtype = policy.dtype
     arguments = dict(
         folder=folder, dtype=dtype, max_model_len=c.longest, max_num_seqs=completions_at_once(c, world.size),

@@ -70,7 +70,7 @@ def learning(ours: list[list[dict]], theirs: list[dict]) -> str:
         body += [f'<line x1="{left}" x2="{left + wide}" y1="{y}" y2="{y}" stroke="#e5e5e5"/>',
                  text(left - 6, y + 4, f"{reward:g}", "end")]
     body += [text(place(s, 0)[0], base + 18, f"{s} s") for s in range(0, longest + 1, 20)]
-    runs = [("#f58518", [t for t in run["step_time"]], run["reward"], run["after"]) for run in theirs]
+    runs = [("#f58518", run["step_time"], run["reward"], run["after"]) for run in theirs]
     for rows in ours:
         steps = [row for row in rows if row["time/step"] is not None]
         seconds = [row["time/step"] - (row["time/eval"] or 0) for row in steps]

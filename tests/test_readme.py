@@ -128,10 +128,10 @@ def test_pictures_are_drawn_from_the_results(tmp_path, monkeypatch):
     ("7b-2xH200.json", "99.2 / {peak:.1f} | 77.4 / {awake:.1f} |")])
 def test_a_figure_is_that_of_its_file(name, words):
     row = json_of(name)
-    part, parts = row["parts_s"], row["parts_s"]
-    rest = sum(parts.values()) - part["generate"] - part["update"]
+    parts = row["parts_s"]
+    rest = sum(parts.values()) - parts["generate"] - parts["update"]
     milliseconds = {key: 1000 * parts[key] for key in ("wake", "push", "kv", "sleep")}
-    said = words.format(step=row["step_s"], generate=part["generate"], update=part["update"], rest=rest, mfu=row["mfu"] or 0,
+    said = words.format(step=row["step_s"], generate=parts["generate"], update=parts["update"], rest=rest, mfu=row["mfu"] or 0,
                         peak=row["memory/peak_gib"], awake=row["awake_gib"] or 0, first_rollout=row["first_rollout_s"] or 0,
                         engine=row["engine_start_s"] or 0, **milliseconds).replace("%", " %")
     assert said in README, said
