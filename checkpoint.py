@@ -3,9 +3,8 @@
     run = Run(c, world)                                       # takes the folder
     start = run.state["step"]
     run.begin(updates=200)                                    # goes back to the last checkpoint
-    run.keep_rollouts(7, rollouts)                            # rollouts/step_7.jsonl, written
-    run.write_rollouts()                                      # when there is time
     run.record({"step": 7, "reward": 0.5})                    # a row of metrics.jsonl
+    run.write_rollouts(7, rollouts)                           # begins rollouts/step_7.jsonl
     run.save(policy, optimizer, source, 8)                    # step_8/, then `latest` points to it
 
     config.json       the options; another run with others does not write here
@@ -16,6 +15,7 @@
     lock              held by the process that writes here
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
@@ -23,12 +23,15 @@ import importlib.util
 import json
 import math
 import os
+import pickle
 import shutil
 import statistics
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 
 class UserError(ValueError):
@@ -106,9 +109,9 @@ class Run:
         digest = hashlib.sha256(json.dumps(self.options, sort_keys=True).encode()).hexdigest()[:8]
         data = "+".join(Path(source).stem for source in c.data)
         self.folder = Path(c.out or f"runs/{Path(c.model).name}-{data}-{digest}")
-        self.latest, self.writer = self.folder / "latest", ThreadPoolExecutor(1)
-        self.kept = None  # (step, rollouts) that are still to be written
-        self.writing = None  # what the writer is at, or was last
+        self.latest, self.thread = self.folder / "latest", ThreadPoolExecutor(1)
+        self.writer = None  # the process that writes rollouts
+        self.writing = None  # what it is at, or was last
         self.state = world.gather(self.find() if self.writes else None)[0]  # what `latest` says
 
     def find(self) -> dict:
@@ -207,39 +210,38 @@ class Run:
         sync(self.folder)
 
     def record(self, row: dict) -> None:
-        """Appends a row to metrics.jsonl, once what `write_rollouts` began is written."""
+        """Appends a row to metrics.jsonl."""
         if not self.writes:
             return
-        self.finish_writing()
         with open(self.folder / "metrics.jsonl", "a") as file:
             number = lambda v: v if v is None or math.isfinite(v) else None  # JSON has no NaN
             row = {key: number(row.get(key)) for key in self.metrics}
             file.write(json.dumps(row) + "\n")
         self.report(row)
 
-    def keep_rollouts(self, step: int, rollouts: list) -> None:
-        """For rollouts/step_N.jsonl; of the steps the last save_rollouts are kept."""
+    def write_rollouts(self, step: int, rollouts: list) -> None:
+        """Begins to write rollouts/step_N.jsonl; of the steps the last save_rollouts are kept. Before that it
+        waits for those of the step before."""
         if self.writes and self.c.save_rollouts:
-            self.kept = step, rollouts
-
-    def write_rollouts(self) -> None:
-        """Begins to write those kept, in a thread. Called before an update, which leaves the CPU idle: what
-        generates is bound by it."""
-        if self.kept:
-            self.writing, self.kept = self.writer.submit(self._write_rollouts, *self.kept), None
+            self.finish_writing()
+            self.writing = self.thread.submit(self._hand_over, step, rollouts)
 
     def finish_writing(self) -> None:
         """Waits for what `write_rollouts` began. A full disk is an error of the run."""
         if self.writing:
             self.writing.result()
 
-    def _write_rollouts(self, step: int, rollouts: list) -> None:
-        folder = self.folder / "rollouts"
-        with open(folder / f"step_{step}.jsonl", "w", encoding="utf-8",
-                  errors="backslashreplace") as file:  # half a surrogate pair stays the escape that it was
-            for rollout in rollouts:
-                file.write(json.dumps(vars(rollout), ensure_ascii=False) + "\n")
-        (folder / f"step_{step - self.c.save_rollouts}.jsonl").unlink(missing_ok=True)
+    def _hand_over(self, step: int, rollouts: list) -> None:
+        """A process of its own makes JSON of them: in a thread of this one, which Python lets run in turns,
+        that held up the kernels of the next update by an eighth."""
+        if not self.writer:  # a signal to the run is not for it: it ends when its stdin does
+            self.writer = Popen([sys.executable, os.path.abspath(__file__), self.folder / "rollouts"],
+                                stdin=PIPE, stdout=PIPE, start_new_session=True)
+        pickle.dump((step, step - self.c.save_rollouts, [vars(r) for r in rollouts]), self.writer.stdin)
+        self.writer.stdin.flush()
+        answer = self.writer.stdout.readline().decode().strip()
+        if answer != "written":
+            raise OSError(f"{self.folder / 'rollouts'}: {answer or 'the process that writes it ended'}")
 
     def print_line(self, row: dict, rollouts: list = ()) -> None:
         """One line a step, for a person, and log_completions of the completions, spread over the prompts."""
@@ -264,6 +266,9 @@ class Run:
 
     def close(self) -> None:
         """Before a process ends without asking anybody."""
+        self.finish_writing()
+        if self.writer:
+            self.writer.communicate()
         if self.writes and self.report.online:
             self.report.online.finish()
 
@@ -285,8 +290,7 @@ class Run:
         """Writes step_N, every rank its optimizer shard. Raises UserError where the disk lacks room."""
         folder, partial = self.folder / f"step_{step}", self.folder / f"step_{step}.partial"
         if self.writes:
-            self.write_rollouts()  # who continues from here does not write them again
-            self.finish_writing()
+            self.finish_writing()  # who continues from here does not write them again
             needed = self.size(optimizer)
             if (free := shutil.disk_usage(self.folder).free) < 1.1 * needed:
                 raise UserError(f"{self.folder}: a checkpoint takes {needed / 2**30:.1f} GiB, only "
@@ -424,6 +428,23 @@ def step_metrics(rollouts: list, scores, sums: dict, policy, world, seconds: dic
     }
 
 
+def main() -> None:
+    """The process that writes rollouts into the folder sys.argv[1]: each pickle on its stdin is (step, the
+    step that goes, rows), each answer a line that says "written" or why not."""
+    folder = Path(sys.argv[1])
+    with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the run has ended, or was killed meanwhile
+        while True:
+            step, old, rows = pickle.load(sys.stdin.buffer)
+            try:
+                with open(folder / f"step_{step}.jsonl", "w", encoding="utf-8",
+                          errors="backslashreplace") as file:  # half a surrogate pair stays its escape
+                    file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                (folder / f"step_{old}.jsonl").unlink(missing_ok=True)
+                print("written", flush=True)
+            except OSError as error:
+                print(error, flush=True)
+
+
 def number_of(path: Path) -> int:
     """N of step_N or step_N.jsonl, -1 for a name of somebody else's."""
     number = path.name[5:].removesuffix(".jsonl")
@@ -457,3 +478,7 @@ def discard(folder: Path) -> None:
     """Deletes a step folder; interrupted, it leaves a name that the next start clears away."""
     if folder.exists():
         shutil.rmtree(folder.rename(folder.with_name(folder.name + ".partial-old")))
+
+
+if __name__ == "__main__":
+    main()

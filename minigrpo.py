@@ -751,15 +751,14 @@ def train(c: Config, world: World) -> None:
             rollouts = [r for part in world.gather(rollouts) for r in part]  # by slot: shares are contiguous
         scores = assign_advantages(rollouts, c)                                                 # 5. advantage
         rate = learning_rate_at(step, c)
-        run.write_rollouts()  # of the step before
         with watch("update"):                                                                   # 6. update
             sums = update(policy, optimizer, rollouts, rate, c, world)
         if world.cuda:  # torch believes that it still has what the sleeping engine gave back
             row["memory/peak_gib"] = (torch.cuda.max_memory_allocated() - engine.given_back) / 2**30
-        run.keep_rollouts(step, rollouts)
         row |= {"learning_rate": rate, "time/step": world.now() - began}                        # 7. record
         row |= step_metrics(rollouts, scores, sums, policy, world, row)
         run.record(row)
+        run.write_rollouts(step, rollouts)
         run.print_line(row, rollouts)
         health.check(row, rollouts)
         stopped = any(world.gather(stop.wanted))  # a signal may have reached one rank only

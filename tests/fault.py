@@ -43,7 +43,7 @@ match os.environ["FAULT"]:
     case "memory":
         patch(minigrpo, "micro_batch_loss", lambda: fail(torch.OutOfMemoryError("planted: out of memory")))
     case "disk":
-        patch(Run, "_write_rollouts", lambda: fail(OSError(errno.ENOSPC, "planted: no space left on device")))
+        patch(Run, "_hand_over", lambda: fail(OSError(errno.ENOSPC, "planted: no space left on device")))
     case "crash":
         patch(minigrpo, "score_rollouts", lambda: os._exit(7))
     case "stall":
