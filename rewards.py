@@ -262,7 +262,7 @@ def _evaluate(spec: str, name: str, prompt: str | list[dict], completions: list[
         **{column: [copy.deepcopy(value) for _ in completions] for column, value in columns.items()},
         "prompts": [copy.deepcopy(prompt) for _ in completions],
         "completions": [[{"role": "assistant", "content": text}] if chat else text for text in completions],
-        "completion_ids": copy.deepcopy(completion_ids),
+        "completion_ids": [list(ids) for ids in completion_ids],
         "trainer_state": SimpleNamespace(**state),
         "log_extra": lambda column, values: None,
         "log_metric": lambda name, value: None,
