@@ -108,6 +108,13 @@ def test_pictures_are_drawn_from_the_results(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, words", [
+    ("reference-job-2xH200-d.json", "{step:.1f} s = generate {generate:.1f} + update {update:.1f} + the rest {rest:.1f}; again"),
+    ("reference-job-2xH200-e.json", "; again {step:.1f} s | 17.0 s | 0.66"),
+    ("reference-job-1xH200-d.json", "{step:.1f} s = generate {generate:.1f} + update {update:.1f} + the rest {rest:.1f} and"),
+    ("reference-job-1xH200-e.json", "{step:.1f} s = generate {generate:.1f} + update {update:.1f} + the rest {rest:.1f}; then"),
+    ("reference-job-1xH200-d.json", "a wake adds {wake_extra:.0f} MiB"),
+    ("reference-job-2xH200-d.json", "an MFU of {mfu:.0%}"),
+    ("reference-job-2xH200-d.json", "and {mtok:.1f} s in those of one length"), ("ragged-2xH200-d.json", "cost {mtok:.1f} s in ragged"),
     ("reference-job-2xH200-a.json", "{step:.1f} s = generate {generate:.1f} + update {update:.1f} + the rest {rest:.1f}"),
     ("reference-job-2xH200-c.json", "{step:.1f} s = generate {generate:.1f} + update {update:.1f} + the rest {rest:.1f}"),
     ("reference-job-4xH200.json", "{step:.1f} s = generate {generate:.1f} + update {update:.1f} + the rest {rest:.1f}"),
@@ -133,8 +140,9 @@ def test_a_figure_is_that_of_its_file(name, words):
     milliseconds = {key: 1000 * parts[key] for key in ("wake", "push", "kv", "sleep")}
     said = words.format(step=row["step_s"], generate=parts["generate"], update=parts["update"], rest=rest, mfu=row["mfu"] or 0,
                         peak=row["memory/peak_gib"], awake=row["awake_gib"] or 0, first_rollout=row["first_rollout_s"] or 0,
-                        engine=row["engine_start_s"] or 0, **milliseconds).replace("%", " %")
-    assert said in README, said
+                        engine=row["engine_start_s"] or 0, wake_extra=row.get("wake_extra_mib") or 0,
+                        mtok=row["seconds_per_million_trained_tokens"], **milliseconds).replace("%", " %")
+    assert said in README.replace("\n", " "), said
 
 
 def test_what_smollm2_learned():
