@@ -48,8 +48,11 @@ METRICS = (
     "tokens_per_second_per_gpu", "mfu", "memory/peak_gib", "memory/asleep_gib", "weight_version")
 
 
-# With other values of these a run continues all the same: they decide what is seen of it.
-FREE = ("out", "fresh", "log_completions", "report_to", "timeout_minutes")
+# With other values of these a run continues all the same: they decide what is seen and kept of it, and in
+# how much time and memory it runs.
+FREE = ("out", "fresh", "log_completions", "report_to", "timeout_minutes", "save_steps", "save_total_limit",
+        "save_rollouts", "max_skipped", "reward_timeout", "reward_workers", "micro_batch_tokens", "recompute",
+        "compile", "optimizer_offload", "vllm_gpu_memory_utilization", "vllm_enforce_eager")
 
 
 class Health:
@@ -59,7 +62,8 @@ class Health:
     """
 
     def __init__(self, c, speaks: bool = False):
-        self.c, self.speaks, self.skipped, self.suspicious, self.warned = c, speaks, 0, 0, set()
+        self.c, self.speaks, self.warned = c, speaks, set()
+        self.skipped = self.suspicious = self.unrewarded = 0  # steps in a row
         self.first = {"logprob_gap/mean": [], "entropy": []}  # of the first ten steps: what is healthy here
 
     def warn(self, step: int, text: str, once: str = "") -> None:
@@ -68,11 +72,16 @@ class Health:
         self.warned |= {once} - {""}
 
     def check(self, row: dict, rollouts: list = ()) -> None:
-        """Raises UserError after max_skipped updates skipped in a row, or three steps of a gap far off."""
+        """Raises UserError after max_skipped updates skipped in a row, three steps of a gap far off, or three
+        without any reward."""
         gap, step = row["logprob_gap/mean"], row["step"]
         usual, entropy = (statistics.median(v) if len(v) == 10 else None for v in self.first.values())
         for key, values in self.first.items():
             self.first[key] = [*values, row[key]][:10]
+        self.unrewarded = self.unrewarded + 1 if row["reward"] is None else 0
+        if self.unrewarded >= 3:
+            raise UserError("for three steps no completion had a reward: does --reward return one number or "
+                            "None for each completion of a group, and has the data what it asks for?")
         broken = row["skipped_updates"] or row["broken_logprobs"] > row["trained_tokens"]
         self.skipped = self.skipped + 1 if broken else 0
         if self.skipped >= self.c.max_skipped:
@@ -88,7 +97,8 @@ class Health:
         if entropy and row["entropy"] < 0.02 * entropy:
             self.warn(step, f"entropy fell from {entropy:.2f} to {row['entropy']:.3f}: the completions of a "
                       "prompt hardly differ, and a group without a difference teaches nothing", "entropy")
-        long = [r.completion_ids for r in rollouts if len(r.completion_ids) >= 32] if self.speaks else []
+        some = rollouts[::1 + len(rollouts) // 64] if self.speaks else []
+        long = [r.completion_ids for r in some if len(r.completion_ids) >= 32]
         flooded = sum(Counter(ids).most_common(1)[0][1] > len(ids) / 2 for ids in long)
         if flooded > len(long) / 4:
             self.warn(step, f"one token is more than half of {flooded} of {len(long)} completions", "flood")
@@ -113,6 +123,8 @@ class Run:
         self.writer = None  # the process that writes rollouts
         self.writing = None  # what it is at, or was last
         self.state = world.gather(self.find() if self.writes else None)[0]  # what `latest` says
+        if not (self.folder / "lock").exists():
+            raise UserError(f"{self.folder} is not on a disk that all hosts share: give such an --out")
 
     def find(self) -> dict:
         """Takes the folder for this process; what its last checkpoint says, {"step": 0} without one."""
@@ -144,12 +156,14 @@ class Run:
             return {"step": 0}
         if not self.latest.exists() and (steps := self.steps()):  # killed before, or copied without links
             self.point_to(steps[-1])
-        if not self.latest.exists():
-            if not (self.folder / "config.json").exists():
-                self.write_options()
-            return {"step": 0}
-        state, old = read_object(self.latest / "trainer.json"), read_object(self.folder / "config.json")
-        if f"step_{state.get('step')!r}" != (target := self.latest.resolve()).name:
+        metrics, config, state = self.folder / "metrics.jsonl", self.folder / "config.json", {"step": 0}
+        if not self.latest.exists() and not (metrics.exists() and metrics.stat().st_size):
+            self.write_options()
+            return state
+        if self.latest.exists():
+            state = read_object(self.latest / "trainer.json")
+        old = read_object(config)
+        if self.latest.exists() and f"step_{state.get('step')!r}" != (target := self.latest.resolve()).name:
             raise UserError(f"{self.latest / 'trainer.json'} says step {state.get('step')!r}, but the folder "
                             f"is {target}: --fresh starts anew")
         new = json.loads(json.dumps(self.options))
@@ -248,15 +262,15 @@ class Run:
         if not self.writes:
             return
         total, done = self.updates, row["step"] + 1
-        self.recent = [*self.recent[-19:], row["time/step"]]
-        left = (total - done) * sum(self.recent) / len(self.recent)
+        self.recent = [*self.recent[-19:], row["time/step"] - (row.get("time/eval") or 0)]
+        left = round((total - done) * statistics.median(self.recent))
         accuracy = "" if row.get("eval/accuracy") is None else f"  accuracy {row['eval/accuracy']:.1%}"
         reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
         print(f"step {done}/{total}  reward {reward}{accuracy}"
               f"  length {row['completions/mean_length']:.1f}  gap {row['logprob_gap/mean']:.1e}"
               f"  generate {row['time/generate']:.2f}s  update {row['time/update']:.2f}s"
               f"  handoff {row['time/wake'] + row['time/sleep']:.2f}s"
-              f"  {done / total:.0%}, {left // 60:.0f}m{left % 60:02.0f}s left", flush=True)
+              f"  {done / total:.0%}, {left // 60}m{left % 60:02}s left", flush=True)
         shown = min(self.c.log_completions, len(rollouts))
         for r in [rollouts[i * len(rollouts) // shown] for i in range(shown)]:
             prompt, text = r.prompt if type(r.prompt) is str else r.prompt[-1]["content"], r.completion
@@ -281,14 +295,21 @@ class Run:
         if not self.writes:
             return 0.0
         probe, start = self.folder / "probe.partial", time.perf_counter()
-        probe.write_bytes(os.urandom(2**25))
-        sync(probe)
-        probe.unlink()
+        try:
+            probe.write_bytes(os.urandom(2**25))
+            sync(probe)
+        except OSError as error:
+            raise UserError(f"{self.folder} takes no checkpoint ({error}): give another --out") from None
+        finally:
+            probe.unlink(missing_ok=True)
         return (time.perf_counter() - start) * self.size(optimizer) / 2**25
 
     def save(self, policy, optimizer, source: Path, step: int, **state) -> None:
         """Writes step_N, every rank its optimizer shard. Raises UserError where the disk lacks room."""
         folder, partial = self.folder / f"step_{step}", self.folder / f"step_{step}.partial"
+        trainer = json.dumps({"step": step, **state}, indent=2).encode()
+        if step == self.state["step"]:  # stopped after the last update, and continued: only these are new
+            return rewrite(folder / "trainer.json", trainer) if self.writes else None
         if self.writes:
             self.finish_writing()  # who continues from here does not write them again
             needed = self.size(optimizer)
@@ -297,15 +318,14 @@ class Run:
                                 f"{free / 2**30:.1f} are free: make room, then the same command continues")
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "optimizer").mkdir(parents=True)  # apart: vLLM loads all .safetensors of a folder
-        self.world.gather(None)  # the folder is there
+        self.world.meet("room for a checkpoint")  # the folder is there
         optimizer.save(partial / "optimizer")
-        self.world.gather(None)  # every shard is there
+        self.world.meet("the optimizer's checkpoint")  # every shard is there
         if self.writes:
             policy.save(partial, source)
-            (partial / "trainer.json").write_text(json.dumps({"step": step, **state}, indent=2))
-            for path in [*partial.rglob("*"), partial]:
+            (partial / "trainer.json").write_bytes(trainer)
+            for path in [*partial.rglob("*"), partial, self.folder / "metrics.jsonl"]:
                 sync(path)
-            discard(folder)
             partial.rename(folder)
             self.point_to(step)
             for old in self.steps()[:-self.c.save_total_limit]:
@@ -379,8 +399,10 @@ def recorded_steps(c) -> int:
     """How many updates --replay has rollouts for, at most max_steps. Raises UserError where they are of other
     prompts or another sampler than this run would have, and where one is missing."""
     run = Path(c.replay)
+    if not (run / "config.json").exists():
+        raise UserError(f"--replay {run}: no config.json there: give the folder of a run")
     names = lambda v: [Path(str(name)).name for name in (v if isinstance(v, list) else [v])]  # folders move
-    old = read_object(run / "config.json", "give the folder of a run to --replay")
+    old = read_object(run / "config.json", "record that run again")
     new = json.loads(json.dumps(dataclasses.asdict(c)))
     for key in ("model", "data", "seed", "prompts_per_step", "num_generations", "temperature",
                 "dynamic_sampling_rounds"):
@@ -412,7 +434,7 @@ def step_metrics(rollouts: list, scores, sums: dict, policy, world, seconds: dic
         "reward_std": sum(stds) / len(stds) if stds else None,
         "frac_reward_zero_std": sum(s <= 1e-6 for s in stds) / len(scores),
         "unscored": count - len(scored), "dropped_groups": sum(r.round for r in rollouts) // scores.shape[1],
-        "broken_logprobs": sums["broken_logprobs"], "trained_tokens": sums["tokens"],
+        "broken_logprobs": sums["broken_logprobs"], "trained_tokens": sums["trained_tokens"],
         "completions/mean_length": generated / count,
         "completions/clipped_ratio": sum(r.truncated for r in rollouts) / count,
         "loss": sums.get("loss", 0.0), "grad_norm": sums["grad_norm"],
@@ -432,17 +454,19 @@ def main() -> None:
     """The process that writes rollouts into the folder sys.argv[1]: each pickle on its stdin is (step, the
     step that goes, rows), each answer a line that says "written" or why not."""
     folder = Path(sys.argv[1])
-    with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the run has ended, or was killed meanwhile
+    ended = EOFError, pickle.UnpicklingError, BrokenPipeError  # the run has ended, or was killed meanwhile
+    with contextlib.suppress(*ended):
         while True:
             step, old, rows = pickle.load(sys.stdin.buffer)
+            answer = "written"
             try:
                 with open(folder / f"step_{step}.jsonl", "w", encoding="utf-8",
                           errors="backslashreplace") as file:  # half a surrogate pair stays its escape
                     file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
                 (folder / f"step_{old}.jsonl").unlink(missing_ok=True)
-                print("written", flush=True)
             except OSError as error:
-                print(error, flush=True)
+                answer = error
+            print(answer, flush=True)
 
 
 def number_of(path: Path) -> int:

@@ -449,7 +449,7 @@ def _unparseable(golds: list, prompt_column: str) -> list[str]:
     broken = []
     for where, column, gold in golds:
         if gsm8k:
-            shape = r"####[^\d\n]*\d"
+            shape = r"####[^\d\n]*\d|^\D*\d[\d.,]*\D*$"  # or, without the mark, one number
         elif (prompt_column, column) == ("problem", "solution"):  # MATH
             shape = r"\\(boxed|fbox)\s*(\{\s*[^\s}]|[^\s{])"
         else:

@@ -1,7 +1,7 @@
 """GRPO from scratch: every rank trains the policy and generates with a vLLM engine colocated on the same GPU.
 
     torchrun --nproc_per_node=8 minigrpo.py --colocate               # a tiny built-in model learns to add
-    torchrun --nproc_per_node=8 minigrpo.py --colocate --model Qwen2.5-1.5B-Instruct --data gsm8k.jsonl
+    torchrun --nproc_per_node=8 minigrpo.py --colocate --model Qwen/Qwen2.5-1.5B-Instruct --data gsm8k.jsonl
     torchrun --nproc_per_node=8 minigrpo.py --split                  # 7 train, 1 generates: for comparison
     python minigrpo.py                                               # no vLLM: the policy samples for itself
 
@@ -16,6 +16,7 @@ for another.
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import functools
 import itertools
 import math
@@ -60,11 +61,12 @@ class Config:
     """The command line. Names are TRL's where TRL has the option."""
 
     # what to train on
-    model: str = option("tiny", "a folder with a Hugging Face checkpoint, or a hub id; 'tiny' is built in")
+    model: str = option("tiny", "a folder with a Hugging Face checkpoint, or a hub id; tiny is built in")
     data: list[str] = option(("digits",), "prompts: files, or built in: digits (single-digit sums), sums "
                              "(two-digit)")
     eval_data: list[str] = option((), "files of prompts to evaluate on; built-in tasks bring their own")
-    reward: list[str] = option(("gsm8k",), "reward functions: built-in names or file.py:function")
+    reward: list[str] = option(("gsm8k",), "reward functions: built-in names or file.py:function; the "
+                               "first one is also the accuracy at evaluation")
     reward_weights: list[float] = option((), "one weight for each reward function (default 1)")
     reward_timeout: float = option(30.0, "seconds that scoring one group may take before it is killed")
     reward_workers: int = option(1, "processes that score on a rank; 0: the trainer's own", low=0, high=1024)
@@ -80,7 +82,7 @@ class Config:
     replay: str = option("", "a run's folder: trains on its rollouts; no engine, no evaluation")
     prompts_per_step: int = option(16, "prompts a step, over all ranks")
     num_generations: int = option(8, "completions a prompt: the group that a completion is compared with",
-                                  low=2, use="8 or more: completions of a prompt are compared")
+                                  low=2, use="2 or more, best 8 or 16: completions of a prompt are compared")
     max_completion_length: int = option(256, "tokens; a completion without EOS is cut here")
     stop: list[str] = option((), "texts that end a completion, e.g. </answer>; they train like the rest")
     dynamic_sampling_rounds: int = option(0, "replace groups whose rewards all agree, up to so many times "
@@ -96,11 +98,13 @@ class Config:
                             choices=("grpo", "dapo", "dr_grpo", "cispo"))
     num_iterations: int = option(1, "passes over each batch; more than 1 uses dear rollouts again", high=64)
     num_minibatches: int = option(1, "optimizer steps a pass; at most prompts_per_step")
-    epsilon: float = option(0.2, "lower clip of the probability ratio, 1 - epsilon")
+    epsilon: float = option(0.2, "lower clip of the probability ratio, 1 - epsilon; clips act from the "
+                            "second update of a batch on")
     epsilon_high: float = option(0.0, "upper clip, 1 + epsilon_high; 0 takes epsilon. cispo: the cap itself",
                                  low=0)
     delta: float = option(0.0, "caps the ratio also where the advantage is negative; 0: does not", low=0)
-    importance_sampling_level: str = option("token", "what has a ratio of its own; sequence is GSPO",
+    importance_sampling_level: str = option("token", "what has a ratio of its own; sequence: GSPO, with "
+                                            "--loss_type grpo",
                                             choices=("token", "sequence"))
     beta: float = option(0.0, "weight of the KL term, which holds the policy near its first weights", low=0)
     scale_rewards: str = option("group", "std that divides advantages", choices=("group", "batch", "none"))
@@ -113,7 +117,7 @@ class Config:
     lr_scheduler_type: str = option("constant", "after the warm-up", choices=("constant", "linear", "cosine"))
     min_lr_rate: float = option(0.1, "the cosine ends at this part of the learning rate", low=0, high=0.999)
     warmup_steps: int = option(0, "steps of linear warm-up", low=0)
-    weight_decay: float = option(0.0, "decoupled weight decay", low=0)
+    weight_decay: float = option(0.0, "decoupled weight decay, of all parameters", low=0)
     adam_beta1: float = option(0.9, "AdamW", low=0, high=0.999999)
     adam_beta2: float = option(0.999, "AdamW", low=0, high=0.999999)
     adam_epsilon: float = option(1e-8, "AdamW")
@@ -162,6 +166,9 @@ REFUSED = {  # options that people bring along, and why they are not here
         "sampler's log-probabilities are of another distribution than the one that is trained"),
     "per_device_train_batch_size": "use --prompts_per_step (over all ranks) and --micro_batch_tokens",
     "gradient_accumulation_steps": "use --micro_batch_tokens: micro-batches are cut by length",
+    "steps_per_generation": "use --num_minibatches",
+    "gradient_checkpointing": "use --recompute",
+    **dict.fromkeys(("use_vllm", "vllm_mode"), "use --colocate"),
 }
 
 
@@ -276,7 +283,7 @@ def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, sampler_logp: torch.
         surrogate = torch.minimum(capped * advantage, ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantage)
         clipped = (ratio < 1 - epsilon) & (advantage < 0) | (ratio > 1 + epsilon_high) & (advantage > 0)
     gap = torch.where(trained, old_logp - sampler_logp, 0.0)
-    mismatch = gap.exp()
+    mismatch = torch.where(trained, gap.exp(), 0.0)
     correction = 1.0 if importance_cap is None else mismatch.clamp(max=importance_cap)
     loss = -(weight * correction * surrogate).sum()
     stats = {}
@@ -284,10 +291,10 @@ def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, sampler_logp: torch.
         difference = torch.where(trained, reference_logp - logp, 0.0)
         kl = difference.exp() - difference - 1
         loss, stats = loss + beta * (weight * kl).sum(), {"kl": kl.detach().sum()}
-    gap, mismatch = gap.abs(), torch.where(trained, mismatch, 0.0)  # the metrics see the mismatch uncapped
-    return loss, {**stats, "loss": loss.detach(), "tokens": trained.sum(), "gap": gap.sum(),
-                  "gap_max": gap.max(), "clipped": (clipped & trained).sum(), "mismatch": mismatch.sum(),
-                  "mismatch_max": mismatch.max(), "mismatch_squared": mismatch.square().sum(),
+    return loss, {**stats, "loss": loss.detach(), "tokens": trained.sum(), "gap": gap.abs().sum(),
+                  "gap_max": gap.abs().max(), "clipped": (clipped & trained).sum(),
+                  "mismatch": mismatch.sum(), "mismatch_max": mismatch.max(),
+                  "mismatch_squared": mismatch.square().sum(),
                   "ratio_error_max": (ratio - 1).abs().max().detach()}
 
 
@@ -355,6 +362,12 @@ class Rollout:
         """Which tokens train: none without reward or masked as truncated, and none with a broken log-prob."""
         if self.reward is None or (self.truncated and mask_truncated):
             return [False] * len(self.completion_ids)
+        return self.finite()
+
+    def finite(self) -> list[bool]:
+        """Which log-probabilities of the sampler are numbers."""
+        if math.isfinite(sum(self.sampler_logps)):  # all of them, in a tenth of the time
+            return [True] * len(self.sampler_logps)
         return [math.isfinite(p) for p in self.sampler_logps]
 
 
@@ -488,7 +501,8 @@ def update(policy: Policy, optimizer: ShardedAdamW, rollouts: list[Rollout], lea
     return {**whole, "loss": whole["loss"] / len(norms), "grad_norm": sum(norms) / len(norms),
             "skipped": sum(not math.isfinite(norm) for norm in norms),
             "trained_lengths": [n for _, lengths in steps for n in lengths] * c.num_iterations,
-            "broken_logprobs": sum(not math.isfinite(p) for r in rollouts for p in r.sampler_logps)}
+            "trained_tokens": whole["tokens"] // c.num_iterations,
+            "broken_logprobs": sum(not finite for r in rollouts for finite in r.finite())}
 
 
 def gather_trainer_logps(seen: list[tuple[list[Rollout], torch.Tensor]], rollouts: list[Rollout],
@@ -539,7 +553,7 @@ def micro_batch_loss(policy: Policy, rollouts: list[Rollout], masks: list[list[b
 
 
 def add_up(parts: list[dict]) -> dict:
-    """Sums of dictionaries with the same keys; keys that end in _max take the maximum."""
+    """Sums by key; keys that end in _max take the maximum."""
     whole = {}
     for part in parts:
         for key, value in part.items():
@@ -566,7 +580,7 @@ class Stop:
 
 @contextlib.contextmanager
 def timed(seconds: dict, stage: str, world: World):
-    """Adds the seconds spent inside, by the slowest rank, as time/<stage>."""
+    """Notes the seconds spent inside, by the slowest rank, as time/<stage>."""
     start = world.now()
     yield
     world.meet(stage)
@@ -590,6 +604,9 @@ def load(c: Config, folder: Path, weights: Path, world: World) -> Inputs:
                    prompt_column=c.prompt_column or None, answer_column=c.answer_column or None)
     prompts = load_data(c.data, tokenizer, **columns)
     held_out = {"held out": prompts.held_out} if prompts.held_out else {}
+    if all(p.columns["answer"] is None for p in prompts.train) and rewards.NEED_ANSWER & {*c.reward}:
+        raise UserError(f"--data {' '.join(c.data)} has no gold answers for --reward {' '.join(c.reward)}: "
+                        "--answer_column names their column")
     if c.eval_data:
         others = {source: load_prompts(source, tokenizer, **columns) for source in c.eval_data}
         held_out = {Path(source).stem: other.held_out or other.train for source, other in others.items()}
@@ -600,7 +617,8 @@ def load(c: Config, folder: Path, weights: Path, world: World) -> Inputs:
         raise UserError(f"{folder}: tokenizer.json or eos_token_id goes past the vocab_size "
                         f"{config.vocab_size} of config.json: they are of different models")
     if c.max_steps == -1:
-        c.max_steps = math.ceil(c.num_train_epochs * len(prompts.train) / c.prompts_per_step)
+        taken = c.prompts_per_step * (1 + c.dynamic_sampling_rounds)  # of the order of prompts, by a step
+        c.max_steps = math.ceil(c.num_train_epochs * len(prompts.train) / taken)
     updates = c.max_steps
     if c.replay:
         updates, held_out = checkpoint.recorded_steps(c), {}
@@ -677,7 +695,7 @@ def model_folder(c: Config, run: Run, world: World) -> Path:
         if world.rank == 0:
             data.write_digits_tokenizer(folder)
             write_tiny_model(folder, Tokenizer(folder), c.seed)
-        world.gather(None)  # it is written
+        world.meet("writing the tiny model")
     return folder
 
 
@@ -687,12 +705,16 @@ def begin(c: Config, folder: Path, inputs: Inputs, run: Run, world: World) -> tu
     if run.state.get("data", prompts.fingerprint) != prompts.fingerprint:
         raise UserError(f"{' '.join(c.data)} changed since {run.folder} began: give another --out or "
                         "--fresh")
+    if run.state["step"] > inputs.updates:
+        raise UserError(f"{run.folder} is at update {run.state['step']}, but {c.replay} now has rollouts for "
+                        f"{inputs.updates}: --fresh starts anew")
     run.begin(inputs.updates)
     held_out = sum(map(len, inputs.held_out.values()))
     world.say("\n".join([*prompts.notes, f"{held_out} prompts to evaluate on"]))
     engine = build_engine(c, folder, inputs.tokenizer, policy, world)
     optimizer = ShardedAdamW(policy, c, world)  # after the engine: vLLM measures the memory that is free
-    world.say(f"{c.model} on {world.size} ranks, {inputs.updates} steps; everything is written to "
+    beside = " and one that generates" if c.split else ""
+    world.say(f"{c.model} on {world.size} ranks{beside}, {inputs.updates} steps; everything is written to "
               f"{run.folder}, a checkpoint in about {run.seconds_to_save(optimizer):.1f} s")
     if c.beta:
         optimizer.keep_reference(Policy.from_folder(folder, "cpu", optimizer.weights.dtype))
@@ -723,6 +745,7 @@ def train(c: Config, world: World) -> None:
     for step in range(start, inputs.updates + 1):
         last, row, began = step == inputs.updates, {"step": step, "weight_version": step}, world.now()
         watch = functools.partial(timed, row, world=world)
+        scorer.state.update(global_step=step, max_steps=c.max_steps)  # evaluation scores too
         with watch("wake"):                                                                     # 1. wake
             engine.wake(policy.named_parameters(), version=step)
         if inputs.held_out and c.eval_steps and (last or step % c.eval_steps == 0):
@@ -745,7 +768,6 @@ def train(c: Config, world: World) -> None:
             row["memory/asleep_gib"] = colocate.card_in_use() / 2**30
             torch.cuda.reset_peak_memory_stats()
         with watch("reward"):                                                                   # 4. reward
-            scorer.state.update(global_step=step, max_steps=c.max_steps)
             score_rollouts(rollouts, mine, scorer, c)
             world.meet("reward")  # before a collective, so that who is late is named
             rollouts = [r for part in world.gather(rollouts) for r in part]  # by slot: shares are contiguous
@@ -774,30 +796,41 @@ def train(c: Config, world: World) -> None:
         run.save(policy, optimizer, folder, inputs.updates, before=before, after=after, result=result,
                  finished=True, data=prompts.fingerprint)
         world.say(f"done: {result}")
-    world.gather(None)  # nobody ends the engine, and with it the process group, while another still needs it
+    world.meet("the run")  # nobody ends the engine, and with it the process group, while another needs it
     run.close()
     scorer.close()
     engine.close()
 
 
 def parse(arguments: list[str]) -> Config:
-    """The command line → Config. Every field of Config is an option of the same name."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    """The command line → Config. Every field of Config is an option of the same name. Raises UserError."""
+    def refuse(message):
+        raise UserError(f"{message} (--help lists all options)")  # argparse itself prints all of the usage
+
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], allow_abbrev=False, usage="%(prog)s [--option value ...]",
+        epilog="Other defaults of --model tiny: " + ", ".join(f"{k} {v}" for k, v in TINY.items()))
+    parser.error = refuse
     for field in dataclasses.fields(Config):
-        kind, meta = field.type, field.metadata
+        kind, meta, default = field.type, field.metadata, field.default
         if kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
         elif kind in (list[str], list[float]):
             how = {"nargs": "+", "type": kind.__args__[0], "choices": meta.get("choices")}
         else:
             how = {"type": kind, "choices": meta.get("choices")}
-        parser.add_argument(f"--{field.name}", default=field.default, help=meta["help"], **how)
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        help = meta["help"] + f" (default: {shown})" * (shown != "" and "default" not in meta["help"])
+        parser.add_argument(f"--{field.name}", default=default, help=help, **how)
     known, unknown = parser.parse_known_args(arguments)
     for argument in unknown:
         name = argument.removeprefix("--").split("=")[0]
         if argument.startswith("--") and name in REFUSED:
             raise UserError(f"--{name}: {REFUSED[name]}")
+    if unknown:
+        name = unknown[0].removeprefix("--").split("=")[0]
+        near = difflib.get_close_matches(name, [field.name for field in dataclasses.fields(Config)], 1)
+        refuse(f"{unknown[0]} is no option" + f": did you mean --{''.join(near)}?" * bool(near))
     if known.model == "tiny":
         parser.set_defaults(**TINY)
     return Config(**vars(parser.parse_args(arguments)))
@@ -807,6 +840,7 @@ def main() -> None:
     try:
         c = parse(sys.argv[1:])
         check(c)
+        c.fresh &= os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"  # a restart continues
         world = World(c.split, c.timeout_minutes)
         colocate.serve(world.link) if world.generates else train(c, world)
         if dist.is_initialized():  # ending a vLLM engine has already destroyed it

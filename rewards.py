@@ -402,6 +402,7 @@ def overlong(completion_ids: list[list[int]], trainer_state: SimpleNamespace, **
 
 BUILTINS = {"gsm8k": gsm8k, "math": math, "countdown": countdown, "format": format, "length": length,
             "overlong": overlong}
+NEED_ANSWER = {"gsm8k", "math", "length"}  # without a gold answer they give no reward
 
 
 # ---- Finding and comparing answers -------------------------------------------------------------------------

@@ -198,10 +198,12 @@ class ShardedAdamW:
 
     def keep_reference(self, policy: torch.nn.Module) -> None:
         """This rank's shard of another policy's weights; on the CPU, so that it costs a GPU nothing."""
-        flat = torch.zeros(self.weights.shape, dtype=self.weights.dtype)
+        start, stop = self.shard.start, self.shard.stop
+        self.reference = torch.zeros(stop - start, dtype=self.weights.dtype)
         for p, offset in zip(policy.parameters(), self.offsets):
-            flat[offset:offset + p.numel()] = p.detach().flatten()
-        self.reference = flat[self.shard].clone()
+            low, high = max(offset, start), min(offset + p.numel(), stop)
+            if low < high:
+                self.reference[low - start:high - start] = p.detach().flatten()[low - offset:high - offset]
 
     @contextlib.contextmanager
     def as_reference(self):
@@ -241,7 +243,7 @@ def shards(folder: Path, parameters: list[torch.Tensor]) -> list[tuple[Path, int
             raise UserError(f"{path} is damaged ({error}): {again}") from None
         found.append((path, end, end + length))
         end += length
-    padding = 64 * (len(parameters) + len(found))  # at most; ShardedAdamW aligns parameters and shards
+    padding = ShardedAdamW.ALIGN * (len(parameters) + len(found))  # at most: both are aligned
     numbered = [path.name for path, *_ in found] == [f"{n:05}.safetensors" for n in range(len(found))]
     if not (numbered and size <= end <= size + padding):
         raise UserError(f"{folder}: {end} elements in {len(found)} files are not the optimizer of the {size} "

@@ -95,7 +95,7 @@ def attempt(monkeypatch, flags, engine=minigrpo.build_engine) -> tuple[int, str,
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     printed = out.getvalue() + err.getvalue()
-    errors = re.findall(r"^(?:minigrpo.py: )?error: (.*(?:\n.*)*)", err.getvalue(), re.MULTILINE)  # argparse's too
+    errors = re.findall(r"^error: (.*(?:\n.*)*)", err.getvalue(), re.MULTILINE)
     assert len(errors) == (code != 0) and "Traceback" not in printed, (code, printed)
     return code, "".join(errors), printed
 

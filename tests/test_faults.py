@@ -85,8 +85,8 @@ def test_a_mistake_that_only_one_rank_sees_is_said_once(tmp_path):
 
 def test_max_restarts_continues_after_a_crash(tmp_path):
     out = tmp_path / "run"
-    process = launch(out, "--standalone", "--nproc_per_node=2", "--max-restarts=1",
-                     FAULT="crash", FAULT_RANK="1", FAULT_STEP="4")
+    process = launch(out, "--standalone", "--nproc_per_node=2", "--max-restarts=1", flags=("--fresh",),
+                     FAULT="crash", FAULT_RANK="1", FAULT_STEP="4")  # anew, but not after every crash
     assert ended(process, 120) == 0, Path(f"{out}.log").read_text()[-4000:]
     assert "continues after update 2" in Path(f"{out}.log").read_text()
     assert [row["step"] for row in rows(out)] == list(range(7))

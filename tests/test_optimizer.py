@@ -234,8 +234,8 @@ def test_sums_add_up_and_maxima_do_not():
 # ---- The command line --------------------------------------------------------------------------------------
 
 REFUSED = [  # flags, and what the message must hold: the flag, and something that works
-    (["--num_generations", "1"], ["--num_generations 1", "8 or more"]),
-    (["--num_generations", "0"], ["--num_generations 0", "8 or more"]),
+    (["--num_generations", "1"], ["--num_generations 1", "2 or more"]),
+    (["--num_generations", "0"], ["--num_generations 0", "2 or more"]),
     (["--temperature", "0"], ["--temperature 0", "0.7 to 1.0"]),
     (["--temperature", "-1"], ["--temperature -1", "0.7 to 1.0"]),
     (["--prompts_per_step", "0"], ["--prompts_per_step 0", "1 or more"]),
@@ -313,18 +313,30 @@ def test_the_bare_command_sets_its_own_defaults_and_flags_win():
     assert (own.learning_rate, own.max_steps, own.num_generations) == (0.5, 3, 16)
 
 
-@pytest.mark.parametrize("flags", [
-    ["--loss_type", "ppo"], ["--scale_rewards", "all"], ["--nonsense", "1"], ["--num_gen", "4"],
-    ["--lr_scheduler_type", "step"], ["--num_generations", "x"]])
-def test_other_words_end_with_the_usage(capsys, flags):
-    with pytest.raises(SystemExit) as error:
+@pytest.mark.parametrize("flags, said", [
+    (["--loss_type", "ppo"], "'cispo'"), (["--scale_rewards", "all"], "'batch'"), (["--nonsense", "1"], "is no option (--help"),
+    (["--num_gen", "4"], "did you mean --num_generations?"), (["--lerning_rate", "1"], "did you mean --learning_rate?"),
+    (["--num_generations", "x"], "'x'"), (["--seed"], "expected one argument"), (["gsm8k.jsonl"], "is no option"),
+    (["--use_vllm", "true"], "use --colocate"), (["--top_p=0.9"], "rollouts are drawn from the policy itself")])
+def test_other_words_are_one_line_with_what_was_meant(flags, said):
+    with pytest.raises(UserError) as error:
         parse(flags)
-    assert error.value.code == 2 and flags[0] in capsys.readouterr().err
+    assert flags[0].split("=")[0] in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_help_has_every_default_once(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "(default: )" not in printed and "peak learning rate of AdamW (default: 1e-06)" in printed
+    assert printed.count("default") == printed.count("(default") + 1  # those of the tiny model
+    assert "Other defaults of --model tiny: prompts_per_step 32," in printed
 
 
 @pytest.fixture
 def folder(tmp_path):
     ranks.write_digits_model(tmp_path / "model")
+    (tmp_path / "no_answers.jsonl").write_text('{"prompt": "1+1=", "gold": "2"}\n')
     return tmp_path
 
 
@@ -334,6 +346,8 @@ def folder(tmp_path):
     (["--reward", "gsm8k", "--reward_weights", "1", "2"], ["--reward_weights"]),
     (["--max_completion_length", "600"], ["--max_prompt_length 8", "--max_completion_length 600", "512"]),
     (["--data", "nowhere.jsonl"], ["nowhere.jsonl"]),
+    (["--data", "{}/no_answers.jsonl", "--reward", "format", "math"], ["no_answers.jsonl", "--reward format math",
+                                                                       "--answer_column"]),
     (["--model", "nowhere"], ["nowhere", "--model"]),
     (["--temperature", "0"], ["--temperature 0"])])
 def test_mistakes_end_in_one_line_before_anything_starts(folder, monkeypatch, capsys, flags, named):
@@ -342,7 +356,7 @@ def test_mistakes_end_in_one_line_before_anything_starts(folder, monkeypatch, ca
     monkeypatch.setattr(minigrpo, "build_engine", lambda *_: pytest.fail("an engine was started"))
     usual = ["--model", str(folder / "model"), "--out", str(folder / "run"), "--max_prompt_length", "8",
              "--max_completion_length", "4"]
-    monkeypatch.setattr(sys, "argv", ["minigrpo.py", *usual, *flags])
+    monkeypatch.setattr(sys, "argv", ["minigrpo.py", *usual, *(flag.format(folder) for flag in flags)])
     with ranks.signals_kept(), pytest.raises(SystemExit) as error:
         minigrpo.main()
     assert error.value.code == 1
@@ -360,7 +374,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
 
 
 def test_a_run_whose_numbers_go_wrong_ends_with_the_reason():
-    row = {"step": 4, "skipped_updates": 0, "logprob_gap/mean": 0.02, "broken_logprobs": 0, "trained_tokens": 9,
+    row = {"step": 4, "reward": 0.5, "skipped_updates": 0, "logprob_gap/mean": 0.02, "broken_logprobs": 0, "trained_tokens": 9,
            "entropy": 1.5}
     health = Health(Config(max_skipped=3))
     for skipped in (1, 1, 0, 1, 1):  # never three in a row
@@ -377,12 +391,17 @@ def test_a_run_whose_numbers_go_wrong_ends_with_the_reason():
     with pytest.raises(minigrpo.USER_ERRORS, match="differ by 0.070 .* at first by 0.020"):
         health.check({**row, "logprob_gap/mean": 0.07})
     health = Health(Config())
+    for reward in (None, None, 0.0, None, None):  # never three in a row
+        health.check({**row, "reward": reward})
+    with pytest.raises(minigrpo.USER_ERRORS, match="for three steps no completion had a reward"):
+        health.check({**row, "reward": None})
+    health = Health(Config())
     for gap in [1e-7] * 10 + [0.049] * 20:  # under 0.05 nothing is alarming
         health.check({**row, "logprob_gap/mean": gap})
 
 
 def test_what_looks_wrong_is_a_warning_line(capsys):
-    row = {"step": 11, "skipped_updates": 0, "logprob_gap/mean": 0.02, "broken_logprobs": 0, "trained_tokens": 9,
+    row = {"step": 11, "reward": 0.5, "skipped_updates": 0, "logprob_gap/mean": 0.02, "broken_logprobs": 0, "trained_tokens": 9,
            "entropy": 1.5}
     health = Health(Config(), speaks=True)
     for _ in range(10):

@@ -163,7 +163,16 @@ def test_no_rollouts_no_run_and_the_run_itself(recorded, tmp_path):
     assert rollouts(copy) == rollouts(recorded) and weights(copy) == weights(recorded)
     shutil.rmtree(copy / "rollouts")
     refused(tmp_path / "out", "--replay", copy, words=["step 0", "--save_rollouts"])
-    refused(tmp_path / "out", "--replay", tmp_path / "nowhere", words=["nowhere/config.json", "--replay"])
+    refused(tmp_path / "out", "--replay", tmp_path / "nowhere", words=["nowhere: no config.json", "--replay"])
+
+
+def test_a_replay_that_went_further_than_the_record_now_goes_is_one_line(recorded, tmp_path):
+    copy, out = broken(recorded, tmp_path), tmp_path / "out"
+    finished("--out", out, "--replay", copy)
+    (out / "latest/trainer.json").write_text('{"step": 4}')  # as if it had been stopped there
+    for step in (2, 3):
+        (copy / f"rollouts/step_{step}.jsonl").unlink()
+    refused(out, "--replay", copy, words=["is at update 4", "for 2"])
 
 
 def ask(folder, step, **changes):
@@ -200,7 +209,7 @@ def test_damage_is_named(recorded, tmp_path, change):
 
 def test_health_lets_the_gap_grow_in_a_replay():
     for replay in ("", "runs/a"):
-        health, row = Health(Config(replay=replay)), {"entropy": 1.0, "skipped_updates": 0, "broken_logprobs": 0,
+        health, row = Health(Config(replay=replay)), {"entropy": 1.0, "reward": 0.0, "skipped_updates": 0, "broken_logprobs": 0,
                                                       "trained_tokens": 9}
         for step in range(12):
             health.check({**row, "step": step, "logprob_gap/mean": 0.001 if step < 10 else 9.0})

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
+from checkpoint import Run, UserError
 from minigrpo import Config, ShardedAdamW, World
 from model import Policy, write_tiny_model
 
@@ -189,6 +191,39 @@ def test_other_options_and_changed_data_are_refused(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+3=", "answer": "4"}\n' * 8)
     changed = start(out, *flags, ranks=1)
     assert changed.wait(60) == 1 and "changed since" in Path(f"{out}.log").read_text()
+
+
+def a_run(out, **options) -> Run:
+    return Run(Config(out=str(out), **options), types.SimpleNamespace(rank=0, size=1, gather=lambda value: [value],
+                                                                      meet=lambda stage: None))
+
+
+def test_other_options_are_refused_before_the_first_checkpoint_too(tmp_path):
+    run = a_run(tmp_path)
+    run.begin(9)
+    run.record({"step": 0})
+    run.lock.close()
+    with pytest.raises(UserError, match=r"other options \(learning_rate\)"):
+        a_run(tmp_path, learning_rate=1.0)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    again = a_run(tmp_path, micro_batch_tokens=5)  # as after running out of memory
+    again.begin(9)
+    assert (tmp_path / "metrics.jsonl").read_text() == "" and again.state == {"step": 0}
+
+
+def test_the_last_checkpoint_is_never_away(tmp_path):
+    """Stopped in its last update a run has its last weights; to continue it only notes the result."""
+    run, thing = a_run(tmp_path, save_total_limit=1), types.SimpleNamespace(
+        weights=torch.zeros(4), master=torch.zeros(4), save=lambda folder, source=None: (folder / "w.bin").write_text("1"))
+    run.begin(1)
+    run.save(thing, thing, tmp_path, 1, stopped=True)
+    run.lock.close()
+    again = a_run(tmp_path, save_total_limit=1)
+    again.begin(1)
+    again.save(None, None, tmp_path, 1, finished=True)  # neither weights nor optimizer are touched
+    again.lock.close()
+    assert a_run(tmp_path).state == {"step": 1, "finished": True}
+    assert (tmp_path / "latest/w.bin").exists() and not list(tmp_path.glob("**/*partial*"))
 
 
 def test_ranks_end_when_torchrun_is_gone(tmp_path):

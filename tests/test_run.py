@@ -145,6 +145,17 @@ def test_prompt_files_and_a_reward_file_written_for_trl(tmp_path):
     assert len(rows(run)) == 3 and rows(run)[0]["eval/accuracy"] is None
 
 
+def test_rewards_know_the_step_at_evaluation_too_and_an_epoch_is_the_data_once(tmp_path):
+    (tmp_path / "reward.py").write_text("def f(completions, trainer_state, **columns):\n"
+                                        "    return [trainer_state.global_step / trainer_state.max_steps for _ in completions]\n")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n' * 16)
+    done = plain("--data", "p.jsonl", "--eval_data", "p.jsonl", "--reward", "reward.py:f", "--prompts_per_step", 2,
+                 "--max_steps", -1, "--dynamic_sampling_rounds", 1, "--eval_steps", 1, "--out", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [row["eval/accuracy"] for row in rows(tmp_path / "run")] == [0, 0.25, 0.5, 0.75, 1]  # 16 prompts, 4 a step
+    assert [row["reward"] for row in rows(tmp_path / "run")][:-1] == [0, 0.25, 0.5, 0.75]
+
+
 def test_a_recorded_sample_is_drawn_again_from_its_seed(tmp_path):
     done = plain("--max_steps", 2, "--prompts_per_step", 4, "--num_generations", 4, "--eval_steps", 0, "--save_steps", 1,
                  "--out", "run", cwd=tmp_path)
@@ -162,7 +173,7 @@ def test_a_recorded_sample_is_drawn_again_from_its_seed(tmp_path):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--num_generations", 1], ["--num_generations 1", "use 8 or more"]),
+    (["--num_generations", 1], ["--num_generations 1", "use 2 or more"]),
     (["--temperature", 0], ["--temperature 0", "0.7 to 1.0"]),
     (["--top_p", 0.9], ["--top_p", "another distribution"]),
     (["--data", "none.jsonl"], ["none.jsonl"]),

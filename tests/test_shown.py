@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ranks
 
-from checkpoint import Report, Run
+from checkpoint import Report, Run, UserError
 from minigrpo import Config, parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,7 +86,8 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(tmp_path, fak
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert f"error: --report_to {package} needs a package: pip install {package}" in done.stderr
         assert not (tmp_path / "run").exists()
-    assert run(tmp_path / "run", "--report_to", "mlflow").returncode == 2
+    done = run(tmp_path / "run", "--report_to", "mlflow")
+    assert done.returncode == 1 and "error: argument --report_to: invalid choice: 'mlflow'" in done.stderr
 
 
 def test_wandb_without_a_login_is_one_line(tmp_path, fake_wandb):
@@ -173,13 +174,19 @@ def test_the_whole_program_prints_them(tmp_path):
     assert run(tmp_path / "run", "--log_completions", -1).returncode == 1
 
 
-def test_what_is_shown_may_change_when_a_run_continues(tmp_path):
+def test_what_is_shown_may_change_when_a_run_continues(tmp_path, monkeypatch):
     """Where no folder is named it is the same one too."""
     def folder(*flags):
         return Run(parse([*flags]), types.SimpleNamespace(rank=1, gather=lambda value: [{"step": 0}])).folder
 
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="is not on a disk that all hosts share"):  # rank 0 made no folder here
+        folder()
+    Run(parse([]), types.SimpleNamespace(rank=0, gather=lambda value: [value])).lock.close()
+    assert folder() == folder("--micro_batch_tokens", "99", "--recompute", "--save_steps", "7")
     assert folder() == folder("--log_completions", "2", "--report_to", "wandb", "--timeout_minutes", "9")
-    assert folder() != folder("--seed", "2")
+    with pytest.raises(UserError, match="is not on a disk that all hosts share"):  # so this is another folder
+        folder("--seed", "2")
     assert run(tmp_path / "run", "--max_steps", 1).returncode == 0
     done = run(tmp_path / "run", "--max_steps", 1, "--log_completions", 1)
     assert done.returncode == 0 and "holds a finished run" in done.stdout

@@ -347,7 +347,8 @@ def test_decode_loop_refuses_the_log_probability_of_another_token():
 # ---- Rollouts written beside what follows ------------------------------------------------------------------
 
 def run_in(folder, **options) -> Run:
-    run = Run(Config(out=str(folder), **options), types.SimpleNamespace(rank=0, gather=lambda value: [value]))
+    run = Run(Config(out=str(folder), **options), types.SimpleNamespace(
+        rank=0, gather=lambda value: [value], meet=lambda stage: None))
     run.begin(updates=9)
     return run
 
