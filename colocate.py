@@ -59,10 +59,11 @@ class ColocatedEngine:
 
     folder: a Hugging Face checkpoint; its config and its tensors' names and shapes are read, not its weights.
     dtype: of the pushed weights, torch.bfloat16 or torch.float32.
-    max_model_len: tokens of prompt and completion together. max_num_seqs: completions generated at once.
+    max_model_len: tokens of prompt and completion together. max_num_seqs: completions generated at once, at
+    most 1,024 of them; the others wait in vLLM's queue.
     gpu_memory_utilization: share of the whole card that the awake engine may use (weights, activations, KV
     cache). kv_cache_bytes: size of the KV cache, in place of what that share would leave for it; more than
-    the batch needs only makes sleeping and waking slower.
+    the batch needs only makes sleeping and waking slower. (On a CPU VLLM_CPU_KVCACHE_SPACE, in GiB, decides.)
     enforce_eager: no CUDA graphs: starts sooner, decodes slower. sleeps: False for an engine that has the GPU
     for itself and keeps its memory.
 
@@ -79,6 +80,7 @@ class ColocatedEngine:
         check_environment(self.cuda)
         self.tied = read_config(folder).get("tie_word_embeddings", False)
         self.folder, self.expected = Path(folder), checkpoint_shapes(folder)
+        self.max_model_len, max_num_seqs = max_model_len, min(max_num_seqs, 1024)
         if self.cuda:
             check_free_memory(gpu_memory_utilization)
         most = min(max_num_seqs, 512)
@@ -126,12 +128,12 @@ class ColocatedEngine:
         if self.sleeps and torch.cuda.mem_get_info()[0] < self.given_back + 2**30:
             torch.cuda.empty_cache()  # what torch keeps for the trainer's next use, the engine cannot have
         self.awake = False  # until all of these weights are in, also where the last ones still are
-        with self.timed("wake"):
+        with self.timed("wake"), trainer_left_alone():
             if self.sleeps:
                 self.llm.wake_up(tags=["weights"])
         with self.timed("push"):
             self.push(pairs)
-        with self.timed("kv"):
+        with self.timed("kv"), trainer_left_alone():
             if self.sleeps:
                 self.llm.wake_up(tags=["kv_cache"])
         if not self.llm.reset_prefix_cache():  # cached keys and values belong to the previous weights
@@ -159,11 +161,16 @@ class ColocatedEngine:
         """n completions for each prompt of token ids: (token ids, log-probability of each under the sampler).
 
         A completion ends with the EOS it emitted, or with the token that completes one of the strings `stop`
-        in its text; without either it was cut at max_tokens. Temperature 0 is greedy. Completion i of a
-        prompt draws with seeds[prompt] + i. Raises RuntimeError while the engine is asleep.
+        in its text; without either it was cut at max_tokens, or where it and its prompt reach max_model_len.
+        Temperature 0 is greedy. Completion i of a prompt draws with seeds[prompt] + i. Raises RuntimeError
+        while the engine is asleep, and ValueError for what vLLM would change or break at.
         """
         if not self.awake:
             raise RuntimeError("the engine is asleep and has no weights: call wake(named_weights) first")
+        if 0 < temperature < 0.01:
+            raise ValueError(f"temperature {temperature}: use 0 or at least 0.01 (vLLM would take 0.01)")
+        if not all(0 < len(prompt) < self.max_model_len for prompt in prompts):
+            raise ValueError(f"prompts must have 1 to {self.max_model_len - 1} tokens (max_model_len - 1)")
         samples = {}  # request → (token ids, log-probabilities), in the order of the prompts
         for prompt, seed in zip(prompts, seeds, strict=True):
             for i in range(n):
@@ -187,13 +194,11 @@ class ColocatedEngine:
         processor, which builds texts, containers and statistics that nobody reads: 2.8 ms a step instead of
         3.2. It would also look for stop strings; `completes` does that here.
         """
-        unfinished, stopped = len(samples), set()
+        unfinished = len(samples)
         gc.disable()  # a collection walks over every object of the trainer; a step leaves no cycles
         try:
             while unfinished:
                 for output in self.core.get_output().outputs:
-                    if output.request_id in stopped:
-                        continue  # a token of the step that was in flight when the request was stopped
                     ids, logps = samples[output.request_id]
                     if output.new_token_ids:
                         [token], reported = output.new_token_ids, output.new_logprobs
@@ -203,11 +208,13 @@ class ColocatedEngine:
                         ids.append(token)
                         logps.append(reported.logprobs.item(0))
                     finished = output.finish_reason is not None
-                    if stop and not finished and completes(self.tokenizer, ids, stop):
+                    if stop and output.new_token_ids and not finished and completes(self.tokenizer, ids, stop):
                         self.core.abort_requests([output.request_id])
-                        stopped.add(output.request_id)
                         finished = True
                     unfinished -= finished
+        except BaseException:
+            self.core.abort_requests(list(samples))  # or the next call would meet their tokens
+            raise
         finally:
             gc.enable()
 
@@ -245,140 +252,19 @@ class ColocatedEngine:
 def completes(tokenizer, ids: list[int], stop: Sequence[str]) -> bool:
     """Whether the text of the last tokens contains one of the strings. Asked after every token, this becomes
     true with the token that completes one. tokenizer: has decode(ids, skip_special_tokens=…)."""
+    last = token_text(tokenizer, ids[-1])
+    if "\ufffd" not in last and not any(string[-1] in last for string in stop):
+        return False  # as nearly always: the next lines take ten times as long
     longest = max(len(string.encode(errors="replace")) for string in stop)  # bytes
     # A token is a byte or more, so that many are enough; 8 more, as a few decode to nothing by themselves.
     text = tokenizer.decode(ids[-longest - 8:], skip_special_tokens=False)
     return any(string in text for string in stop)
 
 
-# ---- One engine for all, on a rank of its own --------------------------------------------------------------
-
-class Link:
-    """Joins the first trainer and the rank that generates: objects travel over gloo, weights over NCCL.
-
-    store: one that both see. end: 0 on the trainer's side, 1 on the other. The default process group has no
-    part in this, because building a vLLM engine is collective over it.
-    """
-
-    def __init__(self, store: dist.Store, end: int, device: torch.device):
-        self.end, self.device = end, device
-        patience = datetime.timedelta(days=7)  # when the other process ends, so does any wait for it
-        self.objects = dist.ProcessGroupGloo(dist.PrefixStore("objects", store), end, 2, patience)
-        self.weights = self.objects
-        if device.type == "cuda":
-            self.weights = dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), end, 2, patience)
-
-    def send(self, value) -> None:
-        """Any object that can be pickled."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        for tensor in (torch.tensor([len(data)]), data):
-            self.objects.send([tensor], 1 - self.end, 0).wait()
-
-    def receive(self):
-        """What the other end sends next; RuntimeError when that process has ended."""
-        size = torch.zeros(1, dtype=torch.int64)
-        self.objects.recv([size], 1 - self.end, 0).wait()
-        data = torch.empty(int(size), dtype=torch.uint8)
-        self.objects.recv([data], 1 - self.end, 0).wait()
-        return pickle.loads(data.numpy().tobytes())
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Called on both ends: fills the tensor on the generating rank with the trainer's."""
-        self.weights.broadcast([tensor.detach()], dist.BroadcastOptions()).wait()
-
-
-class RemoteEngine:
-    """The engine of the generating rank, as the trainers see it. All of them call every method together.
-
-    link: to that rank; None on all trainers but the first. arguments: those of ColocatedEngine.
-    """
-
-    given_back = 0
-
-    def __init__(self, link: Link | None, arguments: dict):
-        self.link, self.weight_version = link, None
-        if link:
-            self.ask("build", arguments)
-
-    def ask(self, what: str, *details):
-        """Has `serve` do something on the generating rank, waits, and returns its answer."""
-        self.link.send((what, *details))
-        return self.link.receive()
-
-    def wake(self, named_weights: Iterable[tuple[str, torch.Tensor]], version: int = 0) -> None:
-        """As ColocatedEngine.wake. All trainers hold the same weights; the first one sends its own."""
-        if self.link:
-            tensors = dict(named_weights)
-            self.link.send(("wake", [(k, tuple(t.shape), t.dtype) for k, t in tensors.items()], version))
-            for tensor in tensors.values():
-                self.link.broadcast(tensor)
-            self.link.receive()  # it has them
-        self.weight_version = version
-
-    def generate(self, prompts: list[list[int]], *, seeds: list[int], **arguments) -> list:
-        """As ColocatedEngine.generate. Every trainer brings its own prompts; the engine sees one batch."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self.ask("generate", {"prompts": prompts, "seeds": seeds, **arguments})
-        shares, answers, mine = [None] * dist.get_world_size(), None, [None]
-        dist.all_gather_object(shares, (prompts, seeds))
-        if self.link:
-            arguments["prompts"] = [prompt for share, _ in shares for prompt in share]
-            arguments["seeds"] = [seed for _, share in shares for seed in share]
-            flat = iter(self.ask("generate", arguments))
-            answers = [[next(flat) for _ in share] for share, _ in shares]
-        dist.scatter_object_list(mine, answers, src=0)
-        return mine[0]
-
-    def sleep(self) -> None:
-        """The engine keeps its memory: the GPU is its own."""
-
-    def close(self) -> None:
-        if self.link:
-            self.link.send(("close",))
-
-
-def serve(link: Link) -> None:
-    """The life of the generating rank: does what the first trainer's RemoteEngine asks, until it closes."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # the trainers finish their step, and then close this engine
-    become_a_job_of_one_rank()
-    engine = None
-    while True:
-        try:
-            message = link.receive()
-        except RuntimeError:
-            if engine is None:  # the trainers ended before they wanted one
-                return
-            print("error: the trainers ended without a word", file=sys.stderr, flush=True)
-            os._exit(1)  # an ordinary exit would abort in one of vLLM's threads
-        match message:
-            case "build", arguments:
-                engine = ColocatedEngine(**arguments)
-                link.send("built")
-            case "wake", descriptions, version:
-                engine.wake(received(link, descriptions), version)
-                link.send("awake")
-            case "generate", arguments:
-                link.send(engine.generate(**arguments))
-            case ("close",):
-                return engine.close()
-
-
-def received(link: Link, descriptions: list[tuple]) -> list[tuple[str, torch.Tensor]]:
-    """The weights that a trainer broadcasts, by name. Nobody keeps them: beside them stand the engine's."""
-    pairs = [(name, torch.empty(shape, dtype=dtype, device=link.device))
-             for name, shape, dtype in descriptions]
-    for _, tensor in pairs:
-        link.broadcast(tensor)
-    return pairs
-
-
-def become_a_job_of_one_rank() -> None:
-    """Building an engine waits for every rank that these variables count, but the trainers build none."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))  # finds a free port
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(s.getsockname()[1]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+@functools.cache
+def token_text(tokenizer, token: int) -> str:
+    """Twice, because some decoders take a space from the first; half a character reads as U+FFFD."""
+    return tokenizer.decode([token, token], skip_special_tokens=False)
 
 
 # ---- What a push must be -----------------------------------------------------------------------------------
@@ -489,31 +375,157 @@ def prepare_environment() -> None:
 def random_state_kept():
     """vLLM reseeds the generators of python, numpy and torch while it is built; this restores them."""
     import numpy
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+    states = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])
 
 
 @contextlib.contextmanager
 def trainer_left_alone():
-    """On its way to sleep vLLM collects garbage and empties torch's memory cache. The engine's memory needs
-    neither; the trainer would pay for both at every step: all its objects are walked over, and its gigabytes
-    have to be asked for again."""
-    empty_cache = torch.cuda.empty_cache
-    gc.freeze()
-    torch.cuda.empty_cache = lambda: None
+    """On its way to sleep, some versions also on waking, vLLM collects garbage and empties torch's memory
+    cache. The engine's memory needs neither; the trainer would pay for both at every step: all its objects
+    are walked over, and its gigabytes have to be asked for again."""
+    places = [(gc, "collect"), (torch.cuda, "empty_cache"), (torch.accelerator, "empty_cache")]
+    kept = [(module, name, getattr(module, name)) for module, name in places if hasattr(module, name)]
+    for module, name, _ in kept:
+        setattr(module, name, lambda *a: 0)
     try:
         yield
     finally:
-        torch.cuda.empty_cache = empty_cache
-        gc.unfreeze()
+        for module, name, function in kept:
+            setattr(module, name, function)
+
+
+# ---- One engine for all, on a rank of its own --------------------------------------------------------------
+
+class Link:
+    """Joins the first trainer and the rank that generates: objects travel over gloo, weights over NCCL.
+
+    store: one that both see. end: 0 on the trainer's side, 1 on the other. The default process group has no
+    part in this, because building a vLLM engine is collective over it.
+    """
+
+    def __init__(self, store: dist.Store, end: int, device: torch.device):
+        self.end, self.device = end, device
+        patience = datetime.timedelta(days=7)  # when the other process ends, so does any wait for it
+        self.objects = dist.ProcessGroupGloo(dist.PrefixStore("objects", store), end, 2, patience)
+        self.weights = self.objects
+        if device.type == "cuda":
+            self.weights = dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), end, 2, patience)
+
+    def send(self, value) -> None:
+        """Any object that can be pickled."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        for tensor in (torch.tensor([len(data)]), data):
+            self.objects.send([tensor], 1 - self.end, 0).wait()
+
+    def receive(self):
+        """What the other end sends next; RuntimeError when that process has ended."""
+        size = torch.zeros(1, dtype=torch.int64)
+        self.objects.recv([size], 1 - self.end, 0).wait()
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self.objects.recv([data], 1 - self.end, 0).wait()
+        return pickle.loads(data.numpy())
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Called on both ends: fills the tensor on the generating rank with the trainer's."""
+        self.weights.broadcast([tensor.detach()], dist.BroadcastOptions()).wait()
+
+
+class RemoteEngine:
+    """The engine of the generating rank, as the trainers see it. All of them call every method together.
+
+    link: to that rank; None on all trainers but the first. arguments: those of ColocatedEngine.
+    """
+
+    given_back = 0
+
+    def __init__(self, link: Link | None, arguments: dict):
+        self.link, self.weight_version = link, None
+        if link:
+            self.ask("build", arguments)
+
+    def ask(self, what: str, *details):
+        """Has `serve` do something on the generating rank, waits, and returns its answer."""
+        self.link.send((what, *details))
+        return self.link.receive()
+
+    def wake(self, named_weights: Iterable[tuple[str, torch.Tensor]], version: int = 0) -> None:
+        """As ColocatedEngine.wake. All trainers hold the same weights; the first one sends its own."""
+        if self.link:
+            tensors = dict(named_weights)
+            self.link.send(("wake", [(k, tuple(t.shape), t.dtype) for k, t in tensors.items()], version))
+            for tensor in tensors.values():
+                self.link.broadcast(tensor)
+            self.link.receive()  # it has them
+        self.weight_version = version
+
+    def generate(self, prompts: list[list[int]], *, seeds: list[int], **arguments) -> list:
+        """As ColocatedEngine.generate. Every trainer brings its own prompts; the engine sees one batch."""
+        shares, answers, mine = [None] * dist.get_world_size(), None, [None]
+        dist.all_gather_object(shares, (prompts, seeds))
+        if self.link:
+            arguments["prompts"] = [prompt for share, _ in shares for prompt in share]
+            arguments["seeds"] = [seed for _, share in shares for seed in share]
+            flat = iter(self.ask("generate", arguments))
+            answers = [[next(flat) for _ in share] for share, _ in shares]
+        dist.scatter_object_list(mine, answers, src=0)
+        return mine[0]
+
+    def sleep(self) -> None:
+        """The engine keeps its memory: the GPU is its own."""
+
+    def close(self) -> None:
+        if self.link:
+            self.link.send(("close",))
+
+
+def serve(link: Link) -> None:
+    """The life of the generating rank: does what the first trainer's RemoteEngine asks, until it closes."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the trainers finish their step, and then close this engine
+    become_a_job_of_one_rank()
+    engine = None
+    while True:
+        try:
+            message = link.receive()
+        except RuntimeError:
+            if engine is None:  # the trainers ended before they wanted one
+                return
+            print("error: the trainers ended without a word", file=sys.stderr, flush=True)
+            os._exit(1)  # an ordinary exit would abort in one of vLLM's threads
+        match message:
+            case "build", arguments:
+                engine = ColocatedEngine(**arguments)
+                link.send("built")
+            case "wake", descriptions, version:
+                engine.wake(received(link, descriptions), version)
+                link.send("awake")
+            case "generate", arguments:
+                link.send(engine.generate(**arguments))
+            case ("close",):
+                return engine.close()
+
+
+def received(link: Link, descriptions: list[tuple]) -> list[tuple[str, torch.Tensor]]:
+    """The weights that a trainer broadcasts, by name. Nobody keeps them: beside them stand the engine's."""
+    pairs = [(name, torch.empty(shape, dtype=dtype, device=link.device))
+             for name, shape, dtype in descriptions]
+    for _, tensor in pairs:
+        link.broadcast(tensor)
+    return pairs
+
+
+def become_a_job_of_one_rank() -> None:
+    """Building an engine waits for every rank that these variables count, but the trainers build none."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))  # finds a free port
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": str(s.getsockname()[1]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
 # ---- torchrun colocate.py MODEL ----------------------------------------------------------------------------

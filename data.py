@@ -259,7 +259,7 @@ class PromptSet:
     train: list[Prompt]
     held_out: list[Prompt]  # filled by the built-in tasks; empty for files
     notes: list[str]  # lines for the console
-    fingerprint: str  # sha256 of token ids and columns, by which a resumed run sees that its data changed
+    fingerprint: str  # sha256 of prompts and columns, by which a resumed run sees that its data changed
 
 
 def load_data(sources: list[str], tokenizer: Tokenizer, **options) -> PromptSet:
@@ -308,8 +308,8 @@ def load_prompts(source: str, tokenizer: Tokenizer, *, max_prompt_length: int,
         notes.append(f"{dropped} prompts longer than {max_prompt_length} tokens dropped")
     if tokenizer.has_chat_template and isinstance(prompts[0].prompt, str):
         notes.append("prompts are plain text: no chat template (messages or --system_prompt would use it)")
-    # Of token ids, not of the file: a chat template that prints the date makes other prompts on another day.
-    fingerprint = _sha256([[p.token_ids, p.columns] for p in prompts])
+    # Not of the token ids: a chat template that prints the date makes others on another day.
+    fingerprint = _sha256([[p.prompt, p.columns] for p in prompts])
     held_out = BUILT_IN.get(source, 0)
     train = prompts[held_out:] or prompts  # "digits" holds out all its prompts, and trains on the same ones
     return PromptSet(train, prompts[:held_out], notes, fingerprint)
@@ -402,10 +402,10 @@ def _countdown_question(row: dict) -> str:
     """The puzzle in words. In the row, numbers that .csv has as text become numbers, for the reward."""
     try:
         nums, target = (json.loads(v) if isinstance(v, str) else v for v in (row["nums"], row["target"]))
-        if not nums or not all(isinstance(n, (int, float)) for n in [*nums, target]):
+        if not nums or not all(type(n) is int for n in [*nums, target]):
             raise TypeError
     except (KeyError, TypeError, ValueError):
-        raise UserError("'nums' must be a list of numbers and 'target' a number: [3, 5, 7] and 22") from None
+        raise UserError("'nums' must be integers in a list, 'target' an integer: [3, 5, 7] and 22") from None
     row.update(nums=nums, target=target)
     return (f"Using each of the numbers {', '.join(map(str, nums))} exactly once, with + - * / and "
             f"parentheses, write an expression that equals {target}. Put it into <answer> </answer>.")

@@ -87,7 +87,7 @@ class Config:
     stop: list[str] = option((), "texts that end a completion, e.g. </answer>; they train like the rest")
     dynamic_sampling_rounds: int = option(0, "replace groups whose rewards all agree, up to so many times "
                                           "(DAPO); when most are all right or all wrong", low=0, high=64)
-    temperature: float = option(1.0, "divides the logits, in the sampler and in the trainer", low=1e-3,
+    temperature: float = option(1.0, "divides the logits, in the sampler and in the trainer", low=0.01,
                                 use="0.7 to 1.0; at 0 all completions are alike")
     vllm_gpu_memory_utilization: float = option(0.3, "share of the card that the awake engine may use; it "
                                                 "takes less where the batch's KV cache is smaller",
@@ -196,6 +196,8 @@ def check(c: Config) -> None:
     if c.eval_num_generations > 1 and c.eval_temperature == 0:
         raise UserError(f"--eval_num_generations {c.eval_num_generations}: greedy completions are all alike: "
                         "give --eval_temperature, e.g. 1.0")
+    if 0 < c.eval_temperature < 0.01:
+        raise UserError(f"--eval_temperature {c.eval_temperature}: use 0 or at least 0.01")
     if c.loss_type == "cispo" and c.epsilon_high <= 1:
         raise UserError(f"--epsilon_high {c.epsilon_high} is the cap of cispo's weights: use e.g. 5")
     if 0 < c.delta <= 1 + (c.epsilon_high or c.epsilon):
@@ -610,6 +612,7 @@ def load(c: Config, folder: Path, weights: Path, world: World) -> Inputs:
     if c.eval_data:
         others = {source: load_prompts(source, tokenizer, **columns) for source in c.eval_data}
         held_out = {Path(source).stem: other.held_out or other.train for source, other in others.items()}
+        prompts.fingerprint += "".join(other.fingerprint for other in others.values())
         if len(held_out) < len(c.eval_data):
             raise UserError(f"--eval_data {' '.join(c.eval_data)}: give each file another name")
     last = max(max(p.token_ids) for p in itertools.chain(prompts.train, *held_out.values()))

@@ -191,7 +191,7 @@ def rope_frequencies(c: ModelConfig) -> torch.Tensor:
     return inv / factor * (1 - keep) + inv * keep
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [T, heads, head_dim]; cos, sin [T, 1, head_dim / 2]. Hugging Face checkpoints pair channel i with
     channel i + head_dim / 2, where the paper pairs neighbours."""
     a, b = x.chunk(2, dim=-1)
@@ -214,7 +214,7 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin, attend):  # x [T, hidden]
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim))  # [T, heads, head_dim]
                    for project in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        q, k = apply_rotary_emb(self.q_norm(q), cos, sin), apply_rotary_emb(self.k_norm(k), cos, sin)
         return self.o_proj(attend(q, k, v).flatten(-2))
 
 
@@ -286,7 +286,7 @@ class Policy(nn.Module):
         kv_heads, head_dim]. run_block: called in place of Block.forward, with the same arguments.
         """
         x = self.model.embed_tokens(tokens)
-        angles = positions[:, None].float() * self.inv_freq
+        angles = positions[:, None].float() * self.inv_freq.to(positions.device)
         cos, sin = (f(angles).to(x.dtype)[:, None] for f in (torch.cos, torch.sin))  # [T, 1, head_dim / 2]
         for block, attend in zip(self.model.layers, attends):
             x = run_block(block, x, cos, sin, attend)
@@ -352,62 +352,6 @@ class Policy(nn.Module):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-# ---- Checkpoint folders ------------------------------------------------------------------------------------
-
-def checkpoint_folder(name: str) -> Path:
-    """The folder of that name, or else the model of that Hugging Face hub id, of which it fetches only the
-    files needed. Raises UserError where there is neither."""
-    if Path(name).is_dir():
-        return Path(name)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
-        raise UserError(f"--model {name}: no such folder, and no hub id of the form organisation/model")
-    from huggingface_hub import snapshot_download
-    try:
-        return Path(snapshot_download(name, allow_patterns=(WEIGHT_FILES, *OTHER_FILES)))
-    except Exception as error:  # no network, no such model, a gate: the library's errors share no base class
-        why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:220]
-        raise UserError(f"--model {name}: no such folder, and fetching it from the hub failed ({why}). Where "
-                        f"there is network: hf download {name} --local-dir DIR; then --model DIR") from None
-
-
-def safetensors_files(folder: str | Path) -> list[Path]:
-    """The weight files of a Hugging Face folder: those that the index names, or model.safetensors. Raises
-    UserError where the index is damaged or a file is not there."""
-    folder, index = Path(folder), Path(folder) / "model.safetensors.index.json"
-    files = [folder / "model.safetensors"]
-    try:
-        if index.exists():
-            files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        missing = [file for file in files if not file.exists()]  # OSError where a name is too long for a file
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        raise UserError(f"{index} is damaged ({error}): fetch the folder again") from None
-    if missing:
-        hint = " (convert the .bin weights to safetensors)" if list(folder.glob("*.bin")) else ""
-        raise UserError(f"{missing[0]} not found{hint}")
-    return files
-
-
-def open_safetensors(path: Path) -> safe_open:
-    """Raises UserError where the file is damaged."""
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read ({error}): fetch it again") from None
-
-
-def read_tensor(file, path: Path, name: str, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Reads one tensor; raises UserError where no parameter has its name and shape, or it is quantized."""
-    if name not in parameters:
-        raise UserError(f"{path}: tensor {name} has no place in this architecture")
-    shape, expected = tuple(file.get_slice(name).get_shape()), tuple(parameters[name].shape)
-    if shape != expected:
-        raise UserError(f"{path}: tensor {name} has shape {shape}, config.json says {expected}")
-    tensor = file.get_tensor(name)
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
-        raise UserError(f"{path}: tensor {name} is {tensor.dtype}: quantized checkpoints are not supported")
-    return tensor
-
-
 # ---- Attention over packed sequences -----------------------------------------------------------------------
 
 class PackedAttention:
@@ -419,7 +363,7 @@ class PackedAttention:
     """
 
     def __init__(self, lengths: list[int], device: torch.device | str, dtype: torch.dtype):
-        self.longest, counts = max(lengths), torch.tensor(lengths)
+        self.max_seqlen, counts = max(lengths), torch.tensor(lengths)
         ends = counts.cumsum(0)
         starts = torch.repeat_interleave(ends - counts, counts)  # [T] where the token's sequence begins
         column = torch.arange(sum(lengths)) - starts
@@ -427,15 +371,15 @@ class PackedAttention:
         half = torch.device(device).type == "cuda" and dtype in (torch.bfloat16, torch.float16)
         self.flash = flash_attention() if half else None
         if self.flash:
-            self.cumulative = upload(F.pad(ends, (1, 0)).to(torch.int32), device)  # [sequences + 1]
+            self.cu_seqlens = upload(F.pad(ends, (1, 0)).to(torch.int32), device)  # [sequences + 1]
         else:
-            self.shape = (len(lengths), self.longest)
+            self.shape = (len(lengths), self.max_seqlen)
             row = torch.repeat_interleave(torch.arange(len(lengths)), counts)
-            self.place = (row * self.longest + column).to(device)  # [T] → place in [sequences · longest]
+            self.place = (row * self.max_seqlen + column).to(device)  # [T] → place in [sequences · longest]
 
     def __call__(self, q, k, v) -> torch.Tensor:
         if self.flash:
-            return self.flash(q, k, v, self.cumulative, self.cumulative, self.longest, self.longest)
+            return self.flash(q, k, v, self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen)
         q, k, v = (self.pad(x) for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)[self.place]
@@ -468,8 +412,8 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Te
     """Log-probability of each target under softmax(logits / temperature), and that distribution's entropy.
 
     hidden [T, hidden] predicts targets int64 [T]; weight [vocabulary, hidden]. Returns two [T] in nats, fp32
-    or wider; only the first has a gradient. At most chunk × vocabulary logits exist at a time (default
-    LOGITS_IN_FLIGHT).
+    or wider; only the first has a gradient. Logits exist for at most chunk × vocabulary at a time (default
+    LOGITS_IN_FLIGHT), on a CPU with four more blocks of that size for what is computed from them.
     """
     chunk = chunk or max(1, LOGITS_IN_FLIGHT[hidden.device.type] // weight.shape[0])
     return ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk)
@@ -655,6 +599,62 @@ class KVCache:
             q[:, :, None], self.k[layer].transpose(1, 2), self.v[layer].transpose(1, 2),
             attn_mask=seen[:, None, None], enable_gqa=True)
         return out.squeeze(2)
+
+
+# ---- Checkpoint folders ------------------------------------------------------------------------------------
+
+def checkpoint_folder(name: str) -> Path:
+    """The folder of that name, or else the model of that Hugging Face hub id, of which it fetches only the
+    files needed. Raises UserError where there is neither."""
+    if Path(name).is_dir():
+        return Path(name)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise UserError(f"--model {name}: no such folder, and no hub id of the form organisation/model")
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(name, allow_patterns=(WEIGHT_FILES, *OTHER_FILES)))
+    except Exception as error:  # no network, no such model, a gate: the library's errors share no base class
+        why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:220]
+        raise UserError(f"--model {name}: no such folder, and fetching it from the hub failed ({why}). Where "
+                        f"there is network: hf download {name} --local-dir DIR; then --model DIR") from None
+
+
+def safetensors_files(folder: str | Path) -> list[Path]:
+    """The weight files of a Hugging Face folder: those that the index names, or model.safetensors. Raises
+    UserError where the index is damaged or a file is not there."""
+    folder, index = Path(folder), Path(folder) / "model.safetensors.index.json"
+    files = [folder / "model.safetensors"]
+    try:
+        if index.exists():
+            files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        missing = [file for file in files if not file.exists()]  # OSError where a name is too long for a file
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise UserError(f"{index} is damaged ({error}): fetch the folder again") from None
+    if missing:
+        hint = " (convert the .bin weights to safetensors)" if list(folder.glob("*.bin")) else ""
+        raise UserError(f"{missing[0]} not found{hint}")
+    return files
+
+
+def open_safetensors(path: Path) -> safe_open:
+    """Raises UserError where the file is damaged."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} cannot be read ({error}): fetch it again") from None
+
+
+def read_tensor(file, path: Path, name: str, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Reads one tensor; raises UserError where no parameter has its name and shape, or it is quantized."""
+    if name not in parameters:
+        raise UserError(f"{path}: tensor {name} has no place in this architecture")
+    shape, expected = tuple(file.get_slice(name).get_shape()), tuple(parameters[name].shape)
+    if shape != expected:
+        raise UserError(f"{path}: tensor {name} has shape {shape}, config.json says {expected}")
+    tensor = file.get_tensor(name)
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise UserError(f"{path}: tensor {name} is {tensor.dtype}: quantized checkpoints are not supported")
+    return tensor
 
 
 # ---- What a step costs, and how it is divided --------------------------------------------------------------

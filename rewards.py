@@ -47,6 +47,198 @@ class UserError(ValueError):
     """Something the person who started the run can fix: says what, where, and what to do."""
 
 
+# ---- Built-in rewards --------------------------------------------------------------------------------------
+
+def gsm8k(completions: list, answer: list, **kwargs) -> list[float | None]:
+    r"""1.0 where the completion's last number is exactly the gold one (1,072 = 1072.0), else 0.0.
+
+    Of the completion counts the last \boxed{}, else what follows the last ####, else the last <answer>, else
+    all; of the gold as well, and where that does not hold one number, None.
+    """
+    rewards = []
+    for completion, gold in zip(completions, answer):
+        text, gold = _text(completion), _text(str(gold))
+        found = _last_match(NUMBER, _final(text, unmarked=text))
+        golds = re.findall(NUMBER, _final(gold, unmarked=gold))
+        rewards.append(float(_canonical(found) == _canonical(golds[0])) if len(golds) == 1 else None)
+    return rewards
+
+
+def math(completions: list, answer: list, **kwargs) -> list[float | None]:
+    r"""1.0 where the completion's answer equals the gold one, else 0.0; None for an empty gold.
+
+    The answer is the last \boxed{}, else what follows the last ####, else the last <answer>, else the last
+    number or a/b; a gold without these marks is all answer. Once $, %, units, \text, \frac and thousands
+    separators are undone, numbers are compared exactly, a bare list in any order, the rest as text.
+    """
+    rewards = []
+    for completion, gold in zip(completions, answer):
+        text, gold = _text(completion), "" if gold is None else _text(str(gold))
+        found = _canonical(_final(text, unmarked=_last_match(NUMBER + r"(?:/\d+)?", text)))
+        target = _canonical(_final(gold, unmarked=gold))
+        rewards.append(float(found == target) if any(target) else None)
+    return rewards
+
+
+def countdown(completions: list, nums: list, target: list, **kwargs) -> list[float]:
+    r"""1.0 for an expression that uses every number of `nums` once, with + - * / only, and equals `target`.
+
+    The expression is the last \boxed{}, ####, <answer>, or else the last line; "= 24" behind it is ignored.
+    """
+    rewards = []
+    for completion, numbers, goal in zip(completions, nums, target):
+        text = re.sub(r"\\times|\\cdot|×", "*", re.sub(r"\\div|÷", "/", _text(completion).strip()))
+        found = _final(text, unmarked=text.rpartition("\n")[2]).partition("=")[0].strip("$*`. \n")
+        rewards.append(float(_solves(found, sorted(map(int, numbers)), Fraction(goal))))
+    return rewards
+
+
+def format(completions: list, **kwargs) -> list[float]:
+    """1.0 for exactly <think>...</think><answer>...</answer>, neither of them blank, else 0.0; so never where
+    the chat template has written <think> already."""
+    body = r"(?!\s*</)(?:(?!</?(?:think|answer)>).)+"
+    shape = re.compile(rf"\s*<think>{body}</think>\s*<answer>{body}</answer>\s*", re.DOTALL)
+    return [float(bool(shape.fullmatch(_text(completion)))) for completion in completions]
+
+
+def length(completions: list, answer: list, completion_ids: list[list[int]] | None = None,
+           **kwargs) -> list[float | None]:
+    """Shorter is better among correct answers (as `math` judges), never positive for wrong ones.
+
+    l = 0.5 - (len - min) / (max - min) over the group; l if correct, min(0, l) if not; 0 if max = min (Kimi
+    k1.5, arXiv 2501.12599, section 2.3.3). Lengths are in tokens, or in characters without completion_ids.
+    """
+    lengths = [len(item) for item in completion_ids or map(_text, completions)]
+    shortest, spread = min(lengths), max(lengths) - min(lengths)
+    rewards = []
+    for size, right in zip(lengths, math(completions, answer)):
+        score = 0.5 - (size - shortest) / spread if spread else 0.0
+        rewards.append(None if right is None else score if right else min(0.0, score))
+    return rewards
+
+
+def overlong(completion_ids: list[list[int]], trainer_state: SimpleNamespace, **kwargs) -> list[float]:
+    """A penalty for completions near the limit of trainer_state.max_completion_length tokens.
+
+    0 for up to 4/5 of the limit, then falling linearly to -1 at the limit, which completions that were cut
+    off have reached (DAPO, eq. 13, arXiv 2503.14476: from 16,384 to 20,480). A Scorer's state must hold it.
+    """
+    limit = trainer_state.max_completion_length
+    return [max(-1.0, min(0.0, 4 - 5 * len(ids) / limit)) for ids in completion_ids]
+
+
+BUILTINS = {"gsm8k": gsm8k, "math": math, "countdown": countdown, "format": format, "length": length,
+            "overlong": overlong}
+NEED_ANSWER = {"gsm8k", "math", "length"}  # without a gold answer they give no reward
+
+
+# ---- Finding and comparing answers -------------------------------------------------------------------------
+
+# (?a): digits are 0 to 9 only. A minus is a sign only where no operand stands before it: "x = -5" ends in -5,
+# "20-5" in 5. An exponent has three digits at most, so that no number takes long to compute.
+SIGN = r"(?a)(?:(?<![\w.)\]}])-)?\\?\$?"
+POWER = r"(?:[eE][-+]?\d{1,3}(?!\d))?"
+NUMBER = SIGN + r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)" + POWER
+# The groups are sign, whole, top, bottom: of "-1 3/4" they are "-", "1", "3", "4".
+EXACT = re.compile(r"([-+]?)\s*(?:(\d+)\s+(?=\d+\s*/))?([\d.]+" + POWER + r")(?:\s*/\s*(-?[\d.]+))?")
+
+WORDS = r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
+UNITS = (r"(?:square |cubic )?(?:[ckm]m|kg|units?|degrees?|meters?|inch(?:es)?|feet|miles?|hours?|minutes?|"
+         r"seconds?|days?|years?|dollars?|cents?|percent)")
+# (pattern, replacement): one spelling for what has several, applied in this order.
+SPELLINGS = [
+    (r"[\s~]+", " "),
+    (r"\\\\", ";"),  # the end of a matrix row
+    # Commands and spaces that only change the layout; $, % and degree signs.
+    (r"\\(?:left|right|displaystyle)(?![a-z])|\\! ?|\\[,;: ]|\\?[$%]|\^\s*\{?\s*\\circ\s*\}?|°", ""),
+    # A unit at the end: 5\text{ cm}^2, 5 cm.
+    (r"(?<=[\w)}])\s*(?:" + WORDS + r"|(?<=\d)\s*" + UNITS + r")(?:\s*\^\s*\{?\d\}?)?[\s.]*$", ""),
+    (WORDS, r" \1 "),
+    (r"\s(?:and|or)\s", ","),
+    # x = 5; x = 1, x = 2
+    (r"^\s*([a-zA-Z])\s*=[^=]*(?:,\s*\1\s*=[^=]*)*$", lambda roots: re.sub(r"[a-zA-Z]\s*=", "", roots[0])),
+    # Thousands separators: 1,234, 1 234, 1{,}234; but (1,234), [-100,100] and {100,200} hold two numbers.
+    (r"(?<![\d.,(\[])(?<![(\[]-|\\\{)\d{1,3}(?:(?:[, ]|\{,\})\d{3})+(?![\d,/])",
+     lambda number: re.sub(r"\D", "", number[0])),
+    # \frac12 and \frac{1}{2}, with a space before, so that 1\frac12 becomes 1 1/2.
+    (r"\\[dtc]?frac\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})", r" \1\2/\3\4"),
+    (r"(\\sqrt|[\^_])\s*\{(\w)\}", r"\1\2"),  # \sqrt{2}, x^{2}
+    (r"\\(?:[dtc](?=frac)|(?=[a-zA-Z{}]))", ""),  # \dfrac of anything else, and every other backslash
+    (r"^\s*(?:\(([^(){},]*)\)|\{([^(){}]*)\})[\s.]*$", r"\1\2"),  # (C), {1, 2}
+]
+
+
+def _text(completion: str | list[dict]) -> str:
+    """The text of a completion, which may be messages, with "-" for the typographic minus."""
+    text = completion if isinstance(completion, str) else completion[-1]["content"]
+    return text.replace("\u2212", "-")
+
+
+def _last_match(pattern: str, text: str) -> str:
+    return "".join(re.findall(pattern, text)[-1:])
+
+
+def _final(text: str, unmarked: str) -> str:
+    r"""The part of `text` that states its answer: the last \boxed{}, ####, <answer>, or else `unmarked`."""
+    text = re.sub(r"\\boxed\s*([^\s{$]+)", r"\\boxed{\1}", text.replace(r"\fbox", r"\boxed"))  # \boxed 5
+    _, boxed, rest = text.rpartition(r"\boxed")
+    if boxed:
+        depth = 0
+        for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # \\. so that \{ and \} are passed over
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if brace[0] == "}" and depth == 0:
+                return rest[: brace.start()].partition("{")[2]
+        return ""  # cut off before its brace closed: no answer
+    if "####" in text:
+        return text.rpartition("####")[2].strip().partition("\n")[0]
+    before = text.rpartition("</answer>")[0]
+    return before.rpartition("<answer>")[2] if "<answer>" in before else unmarked
+
+
+def _canonical(text: str) -> list[Fraction | str]:
+    """A list that is equal for equal answers: exact numbers, other texts, and commas and brackets between."""
+    for pattern, plain in SPELLINGS:
+        text = re.sub(pattern, plain, text)
+    elements, depth = [[]], 0  # a list without brackets is a set: "1, 2" is "2, 1"
+    for part in filter(None, re.split(r"\s*([,;()\[\]{}])\s*", text.strip().rstrip(" ."))):
+        depth += (part in "([{") - (part in ")]}")
+        if part == "," and not depth:
+            elements.append([])
+            continue
+        value = part.replace(" ", "").casefold()
+        if number := EXACT.fullmatch(part):
+            sign, whole, top, bottom = number.groups()
+            # What is no number after all stays text: "1.2.3", "1/0", more digits than int() takes.
+            with suppress(ZeroDivisionError, ValueError):
+                value = int(sign + "1") * (Fraction(whole or 0) + Fraction(top) / Fraction(bottom or 1))
+        elements[-1].append(value)
+    return sorted(elements, key=repr)
+
+
+def _solves(expression: str, numbers: list[int], goal: Fraction) -> bool:
+    """Whether the expression equals `goal` and holds exactly `numbers`, which are sorted."""
+    # Only these characters, so no 0x10, 1_0 or 1e5; and few of them, because the parser is recursive.
+    if not re.fullmatch(r"[-+*/()\d ]{1,500}", expression, re.ASCII):
+        return False
+    try:
+        value = _arithmetic(ast.parse(expression, mode="eval").body)
+    except (ArithmeticError, AttributeError, KeyError, MemoryError, RuntimeError, SyntaxError):
+        return False
+    return value == goal and sorted(map(int, re.findall(r"\d+", expression))) == numbers
+
+
+OPERATIONS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.USub: Fraction.__neg__,
+              ast.Mult: Fraction.__mul__, ast.Div: Fraction.__truediv__}
+
+
+def _arithmetic(node: ast.expr) -> Fraction:
+    """The exact value of an expression. KeyError for **, AttributeError for 2(3), which is a call."""
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value)
+    operands = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
+    return OPERATIONS[type(node.op)](*map(_arithmetic, operands))
+
+
 # ---- The interface -----------------------------------------------------------------------------------------
 
 class Group(NamedTuple):
@@ -74,7 +266,8 @@ class Scorer(AbstractContextManager):
     """Scores groups with one or several reward functions, in worker processes that can be killed.
 
     specs: names of built-in functions, or "path/file.py:function"; weights: one for each, 1 by default.
-    timeout: seconds for one function on one group or, where that fails, on one completion.
+    timeout: seconds for one function on one group or, where that fails, on one completion; after four of
+    these the rest of the group counts as late too.
     workers: how many groups are scored at a time. 0 calls the functions in this process and thread, without a
     time limit: for those that need its GPU.
     `failures` counts failures by their cause ("exception: f: ZeroDivisionError"); `state` is what functions
@@ -128,9 +321,15 @@ class Scorer(AbstractContextManager):
         outcomes = worker.call(request, self.timeout) if worker else _evaluate(**request)
         if len(outcomes) < 2 or not outcomes[0].cause.startswith(("timeout", "crash", "exception")):
             return outcomes
-        singles = [group._replace(completions=[text], completion_ids=[ids])
-                   for text, ids in zip(group.completions, group.completion_ids)]
-        return [self._outcomes(worker, spec, single)[0] for single in singles]
+        singles = []
+        for text, ids in zip(group.completions, group.completion_ids):
+            late = [o for o in singles if o.cause.startswith("timeout")]
+            if len(late) == 4:  # it is the function: each of them would take the whole time limit
+                singles.append(late[-1])
+                continue
+            single = group._replace(completions=[text], completion_ids=[ids])
+            singles += self._outcomes(worker, spec, single)
+        return singles
 
     def _refuse_broken(self, groups: list[Group], results: list[list[list[Outcome]]]) -> None:
         """Raises UserError for a function that failed on all completions.
@@ -139,6 +338,9 @@ class Scorer(AbstractContextManager):
         """
         for spec, by_group in zip(self.names, zip(*results)):
             outcomes = [outcome for outcomes in by_group for outcome in outcomes]
+            if all(outcome == Outcome(None) for outcome in outcomes):
+                print(f"rewards: {spec}: None for all completions of its first batch: no gold answer that it "
+                      "can read? These do not train", file=sys.stderr, flush=True)
             if outcomes and all(o.cause.startswith(("exception", "length", "type")) for o in outcomes):
                 raise UserError(
                     f"--reward {spec}: failed on all completions of its first batch: {outcomes[0].detail}. "
@@ -321,191 +523,6 @@ def _describe(error: BaseException, path: str) -> str:
     said = " ".join(" ".join(traceback.format_exception_only(error)).split())[:500]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     return said + f" ({path}, line {frames[-1].lineno}: {frames[-1].line})" if frames else said
-
-
-# ---- Built-in rewards --------------------------------------------------------------------------------------
-
-def gsm8k(completions: list, answer: list, **kwargs) -> list[float | None]:
-    """1.0 where the last number of the completion is exactly the gold one (1,072 = 1072.0), else 0.0.
-
-    The gold is what follows the last #### of `answer`, or all of it; None where that is not one number.
-    """
-    rewards = []
-    for completion, gold in zip(completions, answer):
-        found = _last_match(NUMBER, _text(completion))
-        golds = re.findall(NUMBER, _text(str(gold)).rpartition("####")[2])
-        rewards.append(float(_canonical(found) == _canonical(golds[0])) if len(golds) == 1 else None)
-    return rewards
-
-
-def math(completions: list, answer: list, **kwargs) -> list[float | None]:
-    r"""1.0 where the completion's answer equals the gold one, else 0.0; None for an empty gold.
-
-    The answer is the last \boxed{}, else what follows the last ####, else the last <answer>, else the last
-    number or a/b; a gold without these marks is all answer. Once $, %, units, \text, \frac and thousands
-    separators are undone, numbers are compared exactly, a bare list in any order, the rest as text.
-    """
-    rewards = []
-    for completion, gold in zip(completions, answer):
-        text, gold = _text(completion), "" if gold is None else _text(str(gold))
-        found = _canonical(_final(text, unmarked=_last_match(NUMBER + r"(?:/\d+)?", text)))
-        target = _canonical(_final(gold, unmarked=gold))
-        rewards.append(float(found == target) if target else None)
-    return rewards
-
-
-def countdown(completions: list, nums: list, target: list, **kwargs) -> list[float]:
-    r"""1.0 for an expression that uses every number of `nums` once, with + - * / only, and equals `target`.
-
-    The expression is the last \boxed{}, ####, <answer>, or else the last line; "= 24" behind it is ignored.
-    """
-    rewards = []
-    for completion, numbers, goal in zip(completions, nums, target):
-        text = re.sub(r"\\times|\\cdot|×", "*", re.sub(r"\\div|÷", "/", _text(completion).strip()))
-        found = _final(text, unmarked=text.rpartition("\n")[2]).partition("=")[0].strip("$ ")
-        rewards.append(float(_solves(found, sorted(map(int, numbers)), Fraction(goal))))
-    return rewards
-
-
-def format(completions: list, **kwargs) -> list[float]:
-    """1.0 for exactly <think>...</think><answer>...</answer>, neither of them blank, else 0.0."""
-    body = r"(?!\s*</)(?:(?!</?(?:think|answer)>).)+"
-    shape = re.compile(rf"\s*<think>{body}</think>\s*<answer>{body}</answer>\s*", re.DOTALL)
-    return [float(bool(shape.fullmatch(_text(completion)))) for completion in completions]
-
-
-def length(completions: list, answer: list, completion_ids: list[list[int]] | None = None,
-           **kwargs) -> list[float | None]:
-    """Shorter is better among correct answers (as `math` judges), never positive for wrong ones.
-
-    l = 0.5 - (len - min) / (max - min) over the group; l if correct, min(0, l) if not; 0 if max = min (Kimi
-    k1.5, arXiv 2501.12599, section 2.3.3). Lengths are in tokens, or in characters without completion_ids.
-    """
-    lengths = [len(item) for item in completion_ids or map(_text, completions)]
-    shortest, spread = min(lengths), max(lengths) - min(lengths)
-    rewards = []
-    for size, right in zip(lengths, math(completions, answer)):
-        score = 0.5 - (size - shortest) / spread if spread else 0.0
-        rewards.append(None if right is None else score if right else min(0.0, score))
-    return rewards
-
-
-def overlong(completion_ids: list[list[int]], trainer_state: SimpleNamespace, **kwargs) -> list[float]:
-    """A penalty for completions near the limit of trainer_state.max_completion_length tokens.
-
-    0 for up to 4/5 of the limit, then falling linearly to -1 at the limit, which completions that were cut
-    off have reached (DAPO, eq. 13, arXiv 2503.14476: from 16,384 to 20,480). A Scorer's state must hold it.
-    """
-    limit = trainer_state.max_completion_length
-    return [max(-1.0, min(0.0, 4 - 5 * len(ids) / limit)) for ids in completion_ids]
-
-
-BUILTINS = {"gsm8k": gsm8k, "math": math, "countdown": countdown, "format": format, "length": length,
-            "overlong": overlong}
-NEED_ANSWER = {"gsm8k", "math", "length"}  # without a gold answer they give no reward
-
-
-# ---- Finding and comparing answers -------------------------------------------------------------------------
-
-# (?a): digits are 0 to 9 only. A minus is a sign only where no operand stands before it: "x = -5" ends in -5,
-# "20-5" in 5. An exponent has three digits at most, so that no number takes long to compute.
-SIGN = r"(?a)(?:(?<![\w.)\]}])-)?\\?\$?"
-POWER = r"(?:[eE][-+]?\d{1,3}(?!\d))?"
-NUMBER = SIGN + r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)" + POWER
-# The groups are sign, whole, top, bottom: of "-1 3/4" they are "-", "1", "3", "4".
-EXACT = re.compile(r"([-+]?)\s*(?:(\d+)\s+(?=\d+\s*/))?([\d.]+" + POWER + r")(?:\s*/\s*(-?[\d.]+))?")
-
-WORDS = r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
-UNITS = (r"(?:square |cubic )?(?:[ckm]m|kg|units?|degrees?|meters?|inch(?:es)?|feet|miles?|hours?|minutes?|"
-         r"seconds?|days?|years?|dollars?|cents?|percent)")
-# (pattern, replacement): one spelling for what has several, applied in this order.
-SPELLINGS = [
-    (r"\s+", " "),
-    (r"\\\\", ";"),  # the end of a matrix row
-    # Commands and spaces that only change the layout; $, % and degree signs.
-    (r"\\(?:left|right|displaystyle)(?![a-z])|\\[!,;: ]|\\?[$%]|\^\s*\{?\s*\\circ\s*\}?|°", ""),
-    (r"^\s*[a-zA-Z]\s*=(?!.*=)", ""),  # x = 5
-    # A unit at the end: 5\text{ cm}^2, 5 cm.
-    (r"(?<=[\w)}])\s*(?:" + WORDS + r"|(?<=\d)\s*" + UNITS + r")(?:\s*\^\s*\{?\d\}?)?[\s.]*$", ""),
-    (WORDS, r" \1 "),
-    (r"\s(?:and|or)\s", ","),
-    # Thousands separators: 1,234 and 1 234 and 1{,}234.
-    (r"(?<![\d.,])\d{1,3}(?:(?:[, ]|\{,\})\d{3})+(?![\d,/])", lambda number: re.sub(r"\D", "", number[0])),
-    # \frac12 and \frac{1}{2}, with a space before, so that 1\frac12 becomes 1 1/2.
-    (r"\\[dtc]?frac\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})", r" \1\2/\3\4"),
-    (r"(\\sqrt|[\^_])\s*\{(\w)\}", r"\1\2"),  # \sqrt{2}, x^{2}
-    (r"\\(?:[dtc](?=frac)|(?=[a-zA-Z{}]))", ""),  # \dfrac of anything else, and every other backslash
-    (r"^\s*(?:\(([^(){},]*)\)|\{([^(){}]*)\})[\s.]*$", r"\1\2"),  # (C), {1, 2}
-]
-
-
-def _text(completion: str | list[dict]) -> str:
-    """The text of a completion, which may be messages, with "-" for the typographic minus."""
-    text = completion if isinstance(completion, str) else completion[-1]["content"]
-    return text.replace("\u2212", "-")
-
-
-def _last_match(pattern: str, text: str) -> str:
-    return "".join(re.findall(pattern, text)[-1:])
-
-
-def _final(text: str, unmarked: str) -> str:
-    r"""The part of `text` that states its answer: the last \boxed{}, ####, <answer>, or else `unmarked`."""
-    text = re.sub(r"\\boxed\s*([^\s{$]+)", r"\\boxed{\1}", text.replace(r"\fbox", r"\boxed"))  # \boxed 5
-    _, boxed, rest = text.rpartition(r"\boxed")
-    if boxed:
-        depth = 0
-        for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # \\. so that \{ and \} are passed over
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if brace[0] == "}" and depth == 0:
-                return rest[: brace.start()].partition("{")[2]
-        return ""  # cut off before its brace closed: no answer
-    if "####" in text:
-        return text.rpartition("####")[2].strip().partition("\n")[0]
-    before = text.rpartition("</answer>")[0]
-    return before.rpartition("<answer>")[2] if "<answer>" in before else unmarked
-
-
-def _canonical(text: str) -> list[Fraction | str]:
-    """A list that is equal for equal answers: exact numbers, other texts, and commas and brackets between."""
-    for pattern, plain in SPELLINGS:
-        text = re.sub(pattern, plain, text)
-    values = []
-    for part in filter(None, re.split(r"\s*([,;()\[\]{}])\s*", text.strip().rstrip(" ."))):
-        value = part.replace(" ", "")
-        value = value.casefold() if value.isalpha() else value
-        if number := EXACT.fullmatch(part):
-            sign, whole, top, bottom = number.groups()
-            # What is no number after all stays text: "1.2.3", "1/0", more digits than int() takes.
-            with suppress(ZeroDivisionError, ValueError):
-                value = int(sign + "1") * (Fraction(whole or 0) + Fraction(top) / Fraction(bottom or 1))
-        values.append(value)
-    ordered = re.search(r"[()\[\]{};]", text)  # a list without brackets is a set: "1, 2" is "2, 1"
-    return values if ordered else sorted(values, key=repr)
-
-
-def _solves(expression: str, numbers: list[int], goal: Fraction) -> bool:
-    """Whether the expression equals `goal` and holds exactly `numbers`, which are sorted."""
-    # Only these characters, so no 0x10, 1_0 or 1e5; and few of them, because the parser is recursive.
-    if not re.fullmatch(r"[-+*/()\d ]{1,500}", expression, re.ASCII):
-        return False
-    try:
-        value = _arithmetic(ast.parse(expression, mode="eval").body)
-    except (ArithmeticError, AttributeError, KeyError, MemoryError, RuntimeError, SyntaxError):
-        return False
-    return value == goal and sorted(map(int, re.findall(r"\d+", expression))) == numbers
-
-
-OPERATIONS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.USub: Fraction.__neg__,
-              ast.Mult: Fraction.__mul__, ast.Div: Fraction.__truediv__}
-
-
-def _arithmetic(node: ast.expr) -> Fraction:
-    """The exact value of an expression. KeyError for **, AttributeError for 2(3), which is a call."""
-    if isinstance(node, ast.Constant):
-        return Fraction(node.value)
-    operands = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
-    return OPERATIONS[type(node.op)](*map(_arithmetic, operands))
 
 
 if __name__ == "__main__":

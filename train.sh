@@ -9,6 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 
 gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
+[ "$gpus" -eq 0 ] || [ -z "${CUDA_VISIBLE_DEVICES:-}" ] || gpus=$(tr ',' '\n' <<< "$CUDA_VISIBLE_DEVICES" | wc -l)
 requirements=$([ "$gpus" -gt 0 ] && echo requirements.txt || echo requirements-cpu.txt)
 python=.venv/bin/python
 stamp=.venv/installed-$(cat "$requirements" "$0" | sha256sum | cut -c1-16)
@@ -40,8 +41,11 @@ fi
 
 # torchrun reports 1 when it was signalled, although the ranks have saved and ended well: the run folder knows.
 began=$(mktemp) out=runs code=0
-for ((i = 1; i < $#; i++)); do [ "${!i}" = --out ] && j=$((i + 1)) && out=${!j}; done
-$python -m torch.distributed.run --nproc_per_node="$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)" minigrpo.py --colocate "$@" &
+for ((i = 1; i <= $#; i++)); do
+  case ${!i} in --out) j=$((i + 1)) out=${!j-} ;; --out=*) out=${!i#*=} ;; esac
+done
+# In a session of its own: Ctrl-C would reach torchrun twice, from the terminal and from here, and twice means at once.
+setsid $python -m torch.distributed.run --nproc_per_node="$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)" minigrpo.py --colocate "$@" &
 trap 'kill -TERM $! 2> /dev/null' TERM INT
 wait $! || code=$?
 while kill -0 $! 2> /dev/null; do code=0; wait $! || code=$?; done  # a signal interrupts the first wait

@@ -551,10 +551,10 @@ def test_formats(load, name, content):
 
 def test_csv_values_are_text_and_countdown_becomes_numbers(load, tmp_path):
     with open(tmp_path / "source.csv", "w", newline="") as file:
-        csv.writer(file).writerows([["nums", "target", "id"], [[3, 5, 7], 22, 1], [[1.5, 2], 3, 2]])
+        csv.writer(file).writerows([["nums", "target", "id"], [[3, 5, 7], 22, 1], [[4, 2], 8, 2]])
     prompts = load("countdown.csv", (tmp_path / "source.csv").read_bytes()).train
     assert [p.columns for p in prompts] == [{"nums": [3, 5, 7], "target": 22, "id": "1", "answer": 22},
-                                            {"nums": [1.5, 2], "target": 3, "id": "2", "answer": 3}]
+                                            {"nums": [4, 2], "target": 8, "id": "2", "answer": 8}]
     assert "numbers 3, 5, 7 exactly" in prompts[0].prompt[0]["content"]
     assert load("breaks.csv", 'question\r\n"a\r\nb\n"').train[0].prompt == user("a\r\nb\n")
     messages = json.dumps(user("hi")).replace('"', '""')
@@ -645,10 +645,11 @@ GOOD = '{"question": "q", "answer": "1"}\n'
      r"a.jsonl, line 1: 'prompt' ends with the assistant's turn"),
     ("a.csv", "prompt\n\"[{'role': 'user', 'content': 'hi'}]\"\n",
      r"a.csv, line 2: 'prompt' holds messages, but not as JSON"),
-    ("a.jsonl", '{"nums": [1, "x"], "target": 3}', r"a.jsonl, line 1: 'nums' must be a list of numbers"),
-    ("a.jsonl", '{"nums": [1, 2], "target": null}', r"a.jsonl, line 1: 'nums' must be a list of numbers"),
-    ("a.jsonl", '{"nums": [], "target": 1}', r"a.jsonl, line 1: 'nums' must be a list of numbers"),
-    ("a.csv", "nums,target\n1 2,3\n", r"a.csv, line 2: 'nums' must be a list of numbers"),
+    ("a.jsonl", '{"nums": [1, "x"], "target": 3}', r"a.jsonl, line 1: 'nums' must be integers in a list"),
+    ("a.jsonl", '{"nums": [1, 2], "target": null}', r"a.jsonl, line 1: 'nums' must be integers in a list"),
+    ("a.jsonl", '{"nums": [], "target": 1}', r"a.jsonl, line 1: 'nums' must be integers in a list"),
+    ("a.jsonl", '{"nums": [1.5, 2], "target": 3}', r"a.jsonl, line 1: 'nums' must be integers in a list"),
+    ("a.csv", "nums,target\n1 2,3\n", r"a.csv, line 2: 'nums' must be integers in a list"),
     ("a.jsonl", GOOD + '{"question": "\\ud83d"}', r"a.jsonl, line 2: the tokenizer of .* cannot encode"),
     ("a.txt", "hello", r"a.txt: not a built-in task \(digits, sums\), nor a file .*\.jsonl, \.json.*--data"),
     ("a", GOOD, r"a: not a built-in task"),

@@ -1,5 +1,6 @@
 """Kill, stop, start again: the same command continues, and nothing shows that it was ever interrupted."""
 
+import hashlib
 import json
 import os
 import random
@@ -166,9 +167,32 @@ def test_a_signal_saves_and_stops_and_the_same_command_continues(undisturbed, tm
     assert_same(out, undisturbed)
 
 
+@pytest.mark.parametrize("out", [["--out", "here"], ["--out=here"]])
+def test_ctrl_c_on_train_sh_saves_and_exits_0(tmp_path, out):
+    """A terminal signals the whole process group, train.sh and all that it started."""
+    for file in [*ROOT.glob("*.py"), ROOT / "train.sh", *ROOT.glob("requirements*.txt")]:
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / ".venv/bin/python").chmod(0o755)
+    for requirements in tmp_path.glob("requirements*.txt"):  # as if installed
+        stamp = hashlib.sha256(requirements.read_bytes() + (tmp_path / "train.sh").read_bytes()).hexdigest()[:16]
+        (tmp_path / f".venv/installed-{stamp}").touch()
+    (tmp_path / "slow.py").write_text("import time\ndef f(completions, **k): time.sleep(1); return [len(c) for c in completions]\n")
+    process = subprocess.Popen(["bash", "train.sh", "--no-colocate", "--reward", "slow.py:f", "--eval_steps", "0",
+                                "--prompts_per_step", "2", *out], cwd=tmp_path, start_new_session=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    rows = tmp_path / "here/metrics.jsonl"
+    wait_for(lambda: rows.exists() and len(rows.read_text().splitlines()) >= 2)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "the same command continues" in said, said[-3000:]
+    assert json.loads((tmp_path / "here/latest/trainer.json").read_text())["stopped"]
+
+
 def test_a_second_run_on_the_same_folder_is_refused(tmp_path):
     out = tmp_path / "run"
-    first = start(out, ranks=1)
+    first = start(out, "--max_steps", "99999", ranks=1)
     wait_for(lambda: (out / "config.json").exists())
     holder = int((out / "lock").read_text())
     second = start(out, ranks=1)

@@ -51,6 +51,12 @@ def write(tmp_path):
 
 GSM8K = [  # completion, gold, reward
     ("It is 72.", "48/2=<<48/2=24>>24\n#### 72", 1),
+    (r"Claire will eat $\boxed{7}$ dozens of eggs in 4 weeks.", "#### 7", 1),
+    (r"Claire will eat $\boxed{7}$ dozens of eggs in 4 weeks.", "#### 4", 0),
+    ("#### 7\nThat is 7 in 4 weeks", "#### 7", 1),
+    ("<answer>7 dozens</answer> (in 4 weeks)", "7", 1),
+    (r"\boxed{7", "7", 0),  # cut off
+    ("12", r"We have $5+7=12$, so \boxed{12}", 1),  # MATH's layout
     ("72.0", "#### 72", 1),
     ("#### 72", "72", 1),
     ("72", 72, 1),
@@ -94,6 +100,18 @@ def test_gsm8k(completion, gold, reward):
 MATH = [
     # where the answer is
     (r"\boxed{3} and then \boxed{4}", "4", 1),
+    # intervals, and lists with and without brackets
+    (r"\boxed{[0,100]}", "[0, 100]", 1),
+    (r"\boxed{100}", "(0,100)", 0),
+    (r"\boxed{[-100,100]}", "[-100, 100]", 1),
+    (r"\boxed{(100,0)}", "(0,100)", 0),
+    (r"\boxed{1 - \sqrt{19}, 1 + \sqrt{19}}", r"1 + \sqrt{19}, 1 - \sqrt{19}", 1),
+    (r"\boxed{(3,4),(1,2)}", "(1,2),(3,4)", 1),
+    (r"\boxed{(2,1),(3,4)}", "(1,2),(3,4)", 0),
+    (r"\boxed{x = 1 \text{ or } x = -2}", "-2, 1", 1),
+    (r"\boxed{11111111100}", r"11,\! 111,\! 111,\! 100", 1),
+    (r"\boxed{60~\text{cm}}", "60", 1),
+    (r"\boxed{x = 5}", "5", 1),
     (r"\boxed{3} and then \boxed{4}", "3", 0),
     (r"\boxed{4} #### 5 <answer>6</answer> 7", "4", 1),
     ("#### 4\n <answer>6</answer> 7", "4", 1),
@@ -175,6 +193,9 @@ def test_math(completion, gold, reward):
 COUNTDOWN = [  # completion, nums, target, reward
     ("<answer>(4 + 2) * 4</answer>", [4, 4, 2], 24, 1),
     ("<answer>(4 + 2) * 4 = 24</answer>", [4, 4, 2], 24, 1),
+    ("<answer>\n(4 + 2) * 4\n</answer>", [4, 4, 2], 24, 1),
+    ("So: **(4 + 2) * 4**.", [4, 4, 2], 24, 0),  # words before it
+    ("Thus\n**`(4 + 2) * 4`**.", [4, 4, 2], 24, 1),
     ("<answer>(4 + 2) × 4</answer>", [4, 4, 2], 24, 1),
     (r"\boxed{(4 + 2) \times 4}", [4, 4, 2], 24, 1),
     ("I think:\n(4 + 2) * 4", [4, 4, 2], 24, 1),
@@ -1034,6 +1055,28 @@ def test_a_function_that_is_simply_broken(write, workers):
         scorer.score([group("fine")])
         assert scorer.score([group("a", "b")])[0].rewards == [None, None]
         assert scorer.failures == {"exception: h: ZeroDivisionError": 2}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_that_changes_what_it_is_given_changes_nothing(write, workers):
+    path = write("""
+        def f(completions, prompts, completion_ids, trainer_state, **kwargs):
+            for value in [*completion_ids, *prompts, completion_ids, prompts]:
+                value.clear()
+            return [float(len(c)) for c in completions]
+        """)
+    asked = Group([{"role": "user", "content": "q"}], ["a", "b"], [[1, 2], [3]], {})
+    with Scorer([f"{path}:f"], workers=workers) as scorer:
+        assert scorer.score([asked])[0].rewards == [1.0, 1.0] == scorer.score([asked])[0].rewards
+    assert asked == Group([{"role": "user", "content": "q"}], ["a", "b"], [[1, 2], [3]], {})
+
+
+def test_a_function_that_always_hangs_costs_five_time_limits_a_group(write):
+    path = write("import time\ndef f(completions, **kw): time.sleep(60)")
+    with Scorer([f"{path}:f"], timeout=0.2) as scorer:
+        start = time.monotonic()
+        assert scorer.score([group(*"abcdefghijklmnop")])[0].rewards == [None] * 16
+        assert scorer.failures == {"timeout: f": 16} and time.monotonic() - start < 16 * 0.2 + 2
 
 
 def test_a_file_may_import_its_neighbours_and_be_called_like_a_module(write):

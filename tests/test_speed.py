@@ -217,12 +217,11 @@ def test_update_balances_by_cost(monkeypatch):
 class FakeCore:
     """Requests end in an order of its own, and the outputs of a step come shuffled, or not at all. A token and its
     log-probability follow from prompt, seed and place. As in vLLM, scheduling runs a step ahead: when a request ends,
-    another token of its is in flight, and goes to whoever has its name when that step is looked at. vLLM drops the one
-    of a request that was aborted; here it comes."""
+    another token of its is in flight, and goes to whoever has its name when that step is looked at."""
 
     def __init__(self, wrong_at=None):
         self.running, self.steps, self.collecting, self.order, self.wrong_at = {}, 0, [], [], wrong_at
-        self.in_flight, self.aborted, self.late = [], [], 0
+        self.in_flight, self.aborted = [], []
 
     @staticmethod
     def completion(prompt, seed):
@@ -234,7 +233,7 @@ class FakeCore:
 
     def abort_requests(self, names):
         for name in names:
-            del self.running[name]  # KeyError for one that ended by itself
+            self.running.pop(name, None)
         self.aborted += names
         self.in_flight += names
 
@@ -244,8 +243,7 @@ class FakeCore:
         zero = torch.zeros(1, 1, dtype=torch.int64).numpy()
         late = types.SimpleNamespace(logprob_token_ids=zero + 999, logprobs=zero)
         outputs = [types.SimpleNamespace(request_id=name, new_token_ids=[999], new_logprobs=late, finish_reason=None)
-                   for name in self.in_flight if name in self.running or name in self.aborted]
-        self.late += len(outputs)
+                   for name in self.in_flight if name in self.running]
         self.in_flight, rng = [], random.Random(self.steps)
         for name, (request, t) in list(self.running.items()) if self.steps % 3 else []:
             output = types.SimpleNamespace(request_id=name, new_token_ids=[], new_logprobs=None, finish_reason=None)
@@ -269,7 +267,7 @@ class FakeCore:
 def engine_around(core) -> ColocatedEngine:
     engine = ColocatedEngine.__new__(ColocatedEngine)
     engine.vllm, engine.request = types.SimpleNamespace(SamplingParams=types.SimpleNamespace), types.SimpleNamespace
-    engine.core, engine.awake, engine.names = core, True, itertools.count()
+    engine.core, engine.awake, engine.names, engine.max_model_len = core, True, itertools.count(), 64
     return engine
 
 
@@ -298,12 +296,12 @@ def test_decode_loop_gives_each_prompt_its_completions_in_order():
 def test_decode_loop_ends_completions_at_stop_strings():
     core, prompts, seeds = FakeCore(), [[1, 2], [3], [1, 2], [4, 4, 4]], [10, 20, 33, 47]
     engine, text = engine_around(core), lambda ids, **_: ",".join(map(str, ids))
-    engine.tokenizer = types.SimpleNamespace(decode=text)
+    engine.tokenizer = type("Fake", (), {"decode": staticmethod(text)})()
     whole = engine.generate(prompts, seeds=seeds, **ARGUMENTS)
     assert not core.aborted and core.steps > 5
     ids = max((ids for group in whole for ids, _ in group), key=len)
     for stop in (["1,", "3"], [text(ids[1:3])], [text(ids[-2:])], ["nowhere"]):
-        core.aborted.clear()  # before the next request is added, vLLM has forgotten them
+        core.aborted.clear()
         expected, cut = [], 0
         for ids, logps in (sample for group in whole for sample in group):
             n = next((n for n in range(1, len(ids) + 1) if any(s in text(ids[:n]) for s in stop)), len(ids))
@@ -313,7 +311,32 @@ def test_decode_loop_ends_completions_at_stop_strings():
         got = engine.generate(prompts, seeds=seeds, stop=stop, **ARGUMENTS)
         assert [sample for group in got for sample in group] == expected
         assert len(core.aborted) == cut and not core.running and gc.isenabled()
-    assert core.late > 0
+
+
+def test_an_interrupted_generate_leaves_nothing_behind():
+    core, prompts, seeds = FakeCore(), [[1, 2], [3]], [10, 20]
+    engine, step = engine_around(core), core.get_output
+
+    def interrupted():
+        if core.steps == 2:
+            raise KeyboardInterrupt
+        return step()
+
+    core.get_output = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts, seeds=seeds, **ARGUMENTS)
+    assert not core.running and gc.isenabled()
+    core.get_output = step
+    assert engine.generate(prompts, seeds=seeds, **ARGUMENTS) == [
+        [core.completion(p, s + i) for i in range(3)] for p, s in zip(prompts, seeds)]
+
+
+@pytest.mark.parametrize("change", [dict(prompts=[[]]), dict(prompts=[[1] * 64]), dict(temperature=0.009)])
+def test_what_vllm_would_change_or_break_at_is_refused(change):
+    engine = engine_around(FakeCore())
+    with pytest.raises(ValueError, match="1 to 63 tokens|at least 0.01"):
+        engine.generate(**{"prompts": [[1]], "seeds": [0], **ARGUMENTS, **change})
+    assert not engine.core.running and len(engine.generate([[1] * 63], seeds=[0], **ARGUMENTS | {"temperature": 0.01})) == 1
 
 
 def test_stop_strings_are_found_in_the_text_with_the_token_that_completes_them(tmp_path):
