@@ -208,7 +208,7 @@ class ColocatedEngine:
                         ids.append(token)
                         logps.append(reported.logprobs.item(0))
                     finished = output.finish_reason is not None
-                    if stop and output.new_token_ids and not finished and completes(self.tokenizer, ids, stop):
+                    if stop and ids and not finished and completes(self.tokenizer, ids, stop):
                         self.core.abort_requests([output.request_id])
                         finished = True
                     unfinished -= finished

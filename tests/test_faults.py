@@ -44,7 +44,7 @@ def rows(out: Path) -> list[dict]:
 
 @pytest.mark.parametrize("fault, rank, said", [
     ("engine", 1, "RuntimeError: planted: the engine fell over"), ("memory", 1, "planted: out of memory"),
-    ("disk", 0, "planted: no space left on device"), ("memory", 0, "planted: out of memory")])
+    ("disk", 0, "planted: no space left on device")])
 def test_a_fault_on_one_rank_ends_all_and_is_told_once(tmp_path, fault, rank, said):
     out, began = tmp_path / "run", time.time()
     process = launch(out, "--standalone", "--nproc_per_node=2", FAULT=fault, FAULT_RANK=str(rank), FAULT_STEP="4")
@@ -62,11 +62,11 @@ def test_a_fault_on_one_rank_ends_all_and_is_told_once(tmp_path, fault, rank, sa
 
 def test_a_stalled_rank_is_named_with_its_phase(tmp_path):
     out = tmp_path / "run"
-    process = launch(out, "--standalone", "--nproc_per_node=2", flags=("--timeout_minutes", "0.1"),
+    process = launch(out, "--standalone", "--nproc_per_node=2", flags=("--timeout_minutes", "0.2"),
                      FAULT="stall", FAULT_RANK="1", FAULT_STEP="3")
     assert ended(process, 120) != 0
     text = Path(f"{out}.log").read_text()
-    assert "Stalled: after 0:00:06 at the end of reward" in text, text[-4000:]
+    assert "Stalled: after 0:00:12 at the end of reward" in text, text[-4000:]
     assert "[Rank 0]: Ranks 1 failed to pass" in text, text[-4000:]
 
 
