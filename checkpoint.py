@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -115,8 +114,9 @@ class Run:
     def __init__(self, c, world):
         self.c, self.world, self.writes, self.recent = c, world, world.rank == 0, []
         self.metrics = dict.fromkeys(METRICS)
-        self.options = {k: v for k, v in dataclasses.asdict(c).items() if k not in FREE}
-        digest = hashlib.sha256(json.dumps(self.options, sort_keys=True).encode()).hexdigest()[:8]
+        self.options = dataclasses.asdict(c)
+        binding = {k: v for k, v in self.options.items() if k not in FREE}
+        digest = hashlib.sha256(json.dumps(binding, sort_keys=True).encode()).hexdigest()[:8]
         data = "+".join(Path(source).stem for source in c.data)
         self.folder = Path(c.out or f"runs/{Path(c.model).name}-{data}-{digest}")
         self.latest, self.thread = self.folder / "latest", ThreadPoolExecutor(1)
@@ -128,16 +128,40 @@ class Run:
 
     def find(self) -> dict:
         """Takes the folder for this process; what its last checkpoint says, {"step": 0} without one."""
-        for package in self.c.report_to:  # a folder of that name is found too, and has no origin
-            if not getattr(importlib.util.find_spec(package), "origin", None):
-                raise UserError(f"--report_to {package} needs a package: pip install {package}")
+        self.take()
+        metrics, config, state = self.folder / "metrics.jsonl", self.folder / "config.json", {"step": 0}
+        if self.latest.is_dir() and not self.latest.is_symlink():
+            raise UserError(f"{self.latest} is a folder, not a link to a step: rename it to step_N")
+        if self.c.fresh:
+            if Path(self.c.model).resolve() in self.folder.resolve().glob("step_*"):
+                raise UserError(f"--fresh would remove --model {self.c.model}: give another --out")
+            return state
+        if not self.latest.exists() and (steps := self.steps()):  # killed before, or copied without links
+            self.point_to(steps[-1])
+        if self.latest.exists():
+            state = read_object(self.latest / "trainer.json")
+            if f"step_{state.get('step')!r}" != (target := self.latest.resolve()).name:
+                raise UserError(f"{self.latest / 'trainer.json'} says step {state.get('step')!r}, but the "
+                                f"folder is {target}: --fresh starts anew")
+        elif not metrics.exists() or not metrics.stat().st_size:  # nothing here to lose
+            self.write_options()
+            return state
+        old, new = read_object(config), json.loads(json.dumps(self.options))
+        if changed := sorted(k for k in {*new, *old} - {*FREE} if new.get(k) != old.get(k)):
+            raise UserError(f"{self.folder} holds a run with other options ({', '.join(changed)}): give "
+                            "another --out, or --fresh to start anew")
+        return state
+
+    def take(self) -> None:
+        """Makes the folder and locks it, for as long as this process lives. Raises UserError where it is
+        another's."""
         lock = self.folder / "lock"
         try:
             names = ("config.json", "metrics.jsonl", "rollouts", "step_*", "latest")
             if not lock.exists() and (others := [p for name in names for p in self.folder.glob(name)]):
                 raise UserError(f"{others[0]} was written by no run: give another --out")
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = open(lock, "a+")  # held as long as the process lives, whatever ends it
+            self.lock = open(lock, "a+")
         except OSError as error:
             raise UserError(f"no run can be written to {self.folder} ({error}): give another --out") from None
         try:
@@ -148,29 +172,6 @@ class Run:
                             "another --out") from None
         self.lock.truncate(0)
         print(os.getpid(), end="", file=self.lock, flush=True)
-        if self.latest.is_dir() and not self.latest.is_symlink():
-            raise UserError(f"{self.latest} is a folder, not a link to a step: rename it to step_N")
-        if self.c.fresh:
-            if Path(self.c.model).resolve() in self.folder.resolve().glob("step_*"):
-                raise UserError(f"--fresh would remove --model {self.c.model}: give another --out")
-            return {"step": 0}
-        if not self.latest.exists() and (steps := self.steps()):  # killed before, or copied without links
-            self.point_to(steps[-1])
-        metrics, config, state = self.folder / "metrics.jsonl", self.folder / "config.json", {"step": 0}
-        if not self.latest.exists() and not (metrics.exists() and metrics.stat().st_size):
-            self.write_options()
-            return state
-        if self.latest.exists():
-            state = read_object(self.latest / "trainer.json")
-        old = read_object(config)
-        if self.latest.exists() and f"step_{state.get('step')!r}" != (target := self.latest.resolve()).name:
-            raise UserError(f"{self.latest / 'trainer.json'} says step {state.get('step')!r}, but the folder "
-                            f"is {target}: --fresh starts anew")
-        new = json.loads(json.dumps(self.options))
-        if changed := sorted(k for k in new.keys() | old.keys() if new.get(k) != old.get(k)):
-            raise UserError(f"{self.folder} holds a run with other options ({', '.join(changed)}): give "
-                            "another --out, or --fresh to start anew")
-        return state
 
     def begin(self, updates: int) -> None:
         """Goes back to the last checkpoint, once everything else is known to be in order. updates: of the

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import itertools
 import math
 import os
@@ -202,6 +203,9 @@ def check(c: Config) -> None:
         raise UserError(f"--epsilon_high {c.epsilon_high} is the cap of cispo's weights: use e.g. 5")
     if 0 < c.delta <= 1 + (c.epsilon_high or c.epsilon):
         raise UserError(f"--delta {c.delta}: use more than 1 + epsilon_high, e.g. 2, or 0 for none")
+    for package in c.report_to:  # a folder of that name is found too, and has no origin
+        if not getattr(importlib.util.find_spec(package), "origin", None):
+            raise UserError(f"--report_to {package} needs a package: pip install {package}")
     if c.colocate + c.split + bool(c.replay) > 1:
         raise UserError("--colocate, --split and --replay exclude each other: use --colocate, the fastest")
     if (c.colocate or c.split) and "RANK" not in os.environ:
@@ -602,19 +606,7 @@ def load(c: Config, folder: Path, weights: Path, world: World) -> Inputs:
         raise UserError(f"--max_prompt_length {c.max_prompt_length} + --max_completion_length "
                         f"{c.longest - c.max_prompt_length} = {c.longest} tokens, {c.model} takes "
                         f"{config.max_position_embeddings}: lower one of them")
-    columns = dict(max_prompt_length=c.max_prompt_length, system_prompt=c.system_prompt or None,
-                   prompt_column=c.prompt_column or None, answer_column=c.answer_column or None)
-    prompts = load_data(c.data, tokenizer, **columns)
-    held_out = {"held out": prompts.held_out} if prompts.held_out else {}
-    if all(p.columns["answer"] is None for p in prompts.train) and rewards.NEED_ANSWER & {*c.reward}:
-        raise UserError(f"--data {' '.join(c.data)} has no gold answers for --reward {' '.join(c.reward)}: "
-                        "--answer_column names their column")
-    if c.eval_data:
-        others = {source: load_prompts(source, tokenizer, **columns) for source in c.eval_data}
-        held_out = {Path(source).stem: other.held_out or other.train for source, other in others.items()}
-        prompts.fingerprint += "".join(other.fingerprint for other in others.values())
-        if len(held_out) < len(c.eval_data):
-            raise UserError(f"--eval_data {' '.join(c.eval_data)}: give each file another name")
+    prompts, held_out = load_prompt_sets(c, tokenizer)
     last = max(max(p.token_ids) for p in itertools.chain(prompts.train, *held_out.values()))
     if last >= config.vocab_size or min(tokenizer.eos_token_ids) >= config.vocab_size:
         raise UserError(f"{folder}: tokenizer.json or eos_token_id goes past the vocab_size "
@@ -637,6 +629,24 @@ def load(c: Config, folder: Path, weights: Path, world: World) -> Inputs:
     worthwhile = world.cuda and parameter_count(config) > 4e8  # smaller ones wait for the CPU anyway
     policy.training_mode({"auto": worthwhile, "on": True, "off": False}[c.compile], c.recompute)
     return Inputs(tokenizer, prompts, held_out, scorer, policy, updates)
+
+
+def load_prompt_sets(c: Config, tokenizer: Tokenizer) -> tuple[PromptSet, dict[str, list[Prompt]]]:
+    """The prompts to train on, and by name the sets to evaluate on."""
+    columns = dict(max_prompt_length=c.max_prompt_length, system_prompt=c.system_prompt,
+                   prompt_column=c.prompt_column, answer_column=c.answer_column)
+    prompts = load_data(c.data, tokenizer, **columns)
+    if all(p.columns["answer"] is None for p in prompts.train) and rewards.NEED_ANSWER & {*c.reward}:
+        raise UserError(f"--data {' '.join(c.data)} has no gold answers for --reward {' '.join(c.reward)}: "
+                        "--answer_column names their column")
+    if not c.eval_data:
+        return prompts, {"held out": prompts.held_out} if prompts.held_out else {}
+    others = {source: load_prompts(source, tokenizer, **columns) for source in c.eval_data}
+    held_out = {Path(source).stem: other.held_out or other.train for source, other in others.items()}
+    prompts.fingerprint += "".join(other.fingerprint for other in others.values())
+    if len(held_out) < len(c.eval_data):
+        raise UserError(f"--eval_data {' '.join(c.eval_data)}: give each file another name")
+    return prompts, held_out
 
 
 def plan_memory(c: Config, m: ModelConfig, size: int, ranks: int, card: int) -> tuple[str, int]:
