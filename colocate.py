@@ -71,7 +71,7 @@ class ColocatedEngine:
     torchrun's variables missing, `expandable_segments`, no checkpoint in the folder, too little free memory.
     """
 
-    def __init__(self, folder, *, dtype: torch.dtype, max_model_len: int, max_num_seqs: int,
+    def __init__(self, folder: str | Path, *, dtype: torch.dtype, max_model_len: int, max_num_seqs: int,
                  gpu_memory_utilization: float = 0.3, kv_cache_bytes: int | None = None,
                  enforce_eager: bool = False, sleeps: bool = True):
         self.cuda = torch.cuda.is_available()
@@ -417,13 +417,13 @@ class Link:
         if device.type == "cuda":
             self.weights = dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), end, 2, patience)
 
-    def send(self, value) -> None:
+    def send(self, value: object) -> None:
         """Any object that can be pickled."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         for tensor in (torch.tensor([len(data)]), data):
             self.objects.send([tensor], 1 - self.end, 0).wait()
 
-    def receive(self):
+    def receive(self) -> object:
         """What the other end sends next; RuntimeError when that process has ended."""
         size = torch.zeros(1, dtype=torch.int64)
         self.objects.recv([size], 1 - self.end, 0).wait()
@@ -449,7 +449,7 @@ class RemoteEngine:
         if link:
             self.ask("build", arguments)
 
-    def ask(self, what: str, *details):
+    def ask(self, what: str, *details) -> object:
         """Has `serve` do something on the generating rank, waits, and returns its answer."""
         self.link.send((what, *details))
         return self.link.receive()

@@ -462,7 +462,8 @@ def assign_advantages(rollouts: list[Rollout], c: Config) -> torch.Tensor:
     return scores
 
 
-def divide(policy: Policy, rollouts: list[Rollout], c: Config, world: World) -> tuple[list, list[int]]:
+def make_micro_batches(policy: Policy, rollouts: list[Rollout], c: Config,
+                       world: World) -> tuple[list, list[int]]:
     """This rank's micro-batches of one optimizer step, each (rollouts, masks, weights), and the lengths of
     all sequences that train. Denominators and shares follow from the same list on every rank."""
     masks = [r.trained(c.mask_truncated_completions) for r in rollouts]
@@ -480,15 +481,16 @@ def update(policy: Policy, optimizer: ShardedAdamW, rollouts: list[Rollout], lea
     sums behind the metrics, over all ranks; on rank 0 also fills in the rollouts' `trainer_logps`."""
     groups = len(rollouts) // c.num_generations
     cuts = [m * groups // c.num_minibatches * c.num_generations for m in range(c.num_minibatches + 1)]
-    steps = [divide(policy, rollouts[low:high], c, world) for low, high in itertools.pairwise(cuts)]
-    everywhere = lambda: [[completion_logprobs(policy, b[0], c)[0] for b in batches] for batches, _ in steps]
+    parts = [rollouts[low:high] for low, high in itertools.pairwise(cuts)]
+    steps = [make_micro_batches(policy, part, c, world) for part in parts]
+    all_logps = lambda: [[completion_logprobs(policy, b[0], c)[0] for b in batches] for batches, _ in steps]
     old = reference = [[None] * len(batches) for batches, _ in steps]
     with torch.no_grad():
         if c.num_iterations * c.num_minibatches > 1:  # the policy moves away from the one that sampled
-            old = everywhere()
+            old = all_logps()
         if c.beta:
             with optimizer.as_reference():
-                reference = everywhere()
+                reference = all_logps()
     sums, norms, seen = [], [], []
     for (batches, _), *logps in [*zip(steps, old, reference)] * c.num_iterations:
         optimizer.begin()
