@@ -510,7 +510,7 @@ def update(policy: Policy, optimizer: ShardedAdamW, rollouts: list[Rollout], lea
             "skipped": sum(not math.isfinite(norm) for norm in norms),
             "trained_lengths": [n for _, lengths in steps for n in lengths] * c.num_iterations,
             "trained_tokens": whole["tokens"] // c.num_iterations,
-            "broken_logprobs": sum(not finite for r in rollouts for finite in r.finite())}
+            "broken_logprobs": sum(r.finite().count(False) for r in rollouts)}
 
 
 def gather_trainer_logps(seen: list[tuple[list[Rollout], torch.Tensor]], rollouts: list[Rollout],
