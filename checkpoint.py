@@ -114,7 +114,8 @@ class Run:
     def __init__(self, c, world):
         self.c, self.world, self.writes, self.recent = c, world, world.rank == 0, []
         self.metrics = dict.fromkeys(METRICS)
-        self.options = dataclasses.asdict(c)
+        where = ("out", "fresh")  # not in config.json: a folder may be copied
+        self.options = {k: v for k, v in dataclasses.asdict(c).items() if k not in where}
         binding = {k: v for k, v in self.options.items() if k not in FREE}
         digest = hashlib.sha256(json.dumps(binding, sort_keys=True).encode()).hexdigest()[:8]
         data = "+".join(Path(source).stem for source in c.data)
