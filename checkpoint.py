@@ -49,9 +49,9 @@ METRICS = (
 
 # With other values of these a run continues all the same: they decide what is seen and kept of it, and in
 # how much time and memory it runs.
-FREE = ("out", "fresh", "log_completions", "report_to", "timeout_minutes", "save_steps", "save_total_limit",
-        "save_rollouts", "max_skipped", "reward_timeout", "reward_workers", "micro_batch_tokens", "recompute",
-        "compile", "optimizer_offload", "vllm_gpu_memory_utilization", "vllm_enforce_eager")
+FREE = ("log_completions", "report_to", "timeout_minutes", "save_steps", "save_total_limit", "save_rollouts",
+        "max_skipped", "reward_timeout", "reward_workers", "micro_batch_tokens", "recompute", "compile",
+        "optimizer_offload", "vllm_gpu_memory_utilization", "vllm_enforce_eager")
 
 
 class Health:

@@ -389,15 +389,12 @@ def trainer_left_alone():
     """On its way to sleep, some versions also on waking, vLLM collects garbage and empties torch's memory
     cache. The engine's memory needs neither; the trainer would pay for both at every step: all its objects
     are walked over, and its gigabytes have to be asked for again."""
-    places = [(gc, "collect"), (torch.cuda, "empty_cache"), (torch.accelerator, "empty_cache")]
-    kept = [(module, name, getattr(module, name)) for module, name in places if hasattr(module, name)]
-    for module, name, _ in kept:
-        setattr(module, name, lambda *a: 0)
+    kept = gc.collect, torch.cuda.empty_cache, torch.accelerator.empty_cache
+    gc.collect = torch.cuda.empty_cache = torch.accelerator.empty_cache = lambda *a: 0
     try:
         yield
     finally:
-        for module, name, function in kept:
-            setattr(module, name, function)
+        gc.collect, torch.cuda.empty_cache, torch.accelerator.empty_cache = kept
 
 
 # ---- One engine for all, on a rank of its own --------------------------------------------------------------

@@ -838,13 +838,12 @@ def parse(arguments: list[str]) -> Config:
         help = meta["help"] + f" (default: {shown})" * (shown != "" and "default" not in meta["help"])
         parser.add_argument(f"--{field.name}", default=default, help=help, **how)
     known, unknown = parser.parse_known_args(arguments)
-    for argument in unknown:
-        name = argument.removeprefix("--").split("=")[0]
+    names = [argument.removeprefix("--").split("=")[0] for argument in unknown]
+    for argument, name in zip(unknown, names):
         if argument.startswith("--") and name in REFUSED:
             raise UserError(f"--{name}: {REFUSED[name]}")
     if unknown:
-        name = unknown[0].removeprefix("--").split("=")[0]
-        near = difflib.get_close_matches(name, [field.name for field in dataclasses.fields(Config)], 1)
+        near = difflib.get_close_matches(names[0], [field.name for field in dataclasses.fields(Config)], 1)
         refuse(f"{unknown[0]} is no option" + f": did you mean --{''.join(near)}?" * bool(near))
     if known.model == "tiny":
         parser.set_defaults(**TINY)

@@ -332,7 +332,7 @@ class Scorer(AbstractContextManager):
         return singles
 
     def _refuse_broken(self, groups: list[Group], results: list[list[list[Outcome]]]) -> None:
-        """Raises UserError for a function that failed on all completions.
+        """Raises UserError for a function that failed on all completions; says of one that gave all None.
 
         Time-outs and crashes may be the fault of the completions: they are only counted.
         """

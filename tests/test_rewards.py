@@ -100,18 +100,6 @@ def test_gsm8k(completion, gold, reward):
 MATH = [
     # where the answer is
     (r"\boxed{3} and then \boxed{4}", "4", 1),
-    # intervals, and lists with and without brackets
-    (r"\boxed{[0,100]}", "[0, 100]", 1),
-    (r"\boxed{100}", "(0,100)", 0),
-    (r"\boxed{[-100,100]}", "[-100, 100]", 1),
-    (r"\boxed{(100,0)}", "(0,100)", 0),
-    (r"\boxed{1 - \sqrt{19}, 1 + \sqrt{19}}", r"1 + \sqrt{19}, 1 - \sqrt{19}", 1),
-    (r"\boxed{(3,4),(1,2)}", "(1,2),(3,4)", 1),
-    (r"\boxed{(2,1),(3,4)}", "(1,2),(3,4)", 0),
-    (r"\boxed{x = 1 \text{ or } x = -2}", "-2, 1", 1),
-    (r"\boxed{11111111100}", r"11,\! 111,\! 111,\! 100", 1),
-    (r"\boxed{60~\text{cm}}", "60", 1),
-    (r"\boxed{x = 5}", "5", 1),
     (r"\boxed{3} and then \boxed{4}", "3", 0),
     (r"\boxed{4} #### 5 <answer>6</answer> 7", "4", 1),
     ("#### 4\n <answer>6</answer> 7", "4", 1),
@@ -130,6 +118,18 @@ MATH = [
     ("4", r"\boxed{}", None),
     ("4", "", None),
     ("4", None, None),
+    # intervals, and lists with and without brackets
+    (r"\boxed{[0,100]}", "[0, 100]", 1),
+    (r"\boxed{100}", "(0,100)", 0),
+    (r"\boxed{[-100,100]}", "[-100, 100]", 1),
+    (r"\boxed{(100,0)}", "(0,100)", 0),
+    (r"\boxed{1 - \sqrt{19}, 1 + \sqrt{19}}", r"1 + \sqrt{19}, 1 - \sqrt{19}", 1),
+    (r"\boxed{(3,4),(1,2)}", "(1,2),(3,4)", 1),
+    (r"\boxed{(2,1),(3,4)}", "(1,2),(3,4)", 0),
+    (r"\boxed{x = 1 \text{ or } x = -2}", "-2, 1", 1),
+    (r"\boxed{11111111100}", r"11,\! 111,\! 111,\! 100", 1),
+    (r"\boxed{60~\text{cm}}", "60", 1),
+    (r"\boxed{x = 5}", "5", 1),
     # exact numbers
     (r"\boxed{0.5}", r"\frac{1}{2}", 1),
     (r"\boxed{.5}", r"\dfrac12", 1),
