@@ -4,7 +4,7 @@
     python report.py runs/a --steps 10 --completions 512     # embeds more of the rollouts
 
 The page holds its data as JSON, unrounded. Tokens have texts where the package tokenizers and the run's
-tokenizer.json are found. Left out: following a run at work; smoothing; other metrics; ids of prompts.
+tokenizer.json are found. The page does not follow a run at work, smooths nothing, and omits other metrics.
 """
 
 import argparse
@@ -12,37 +12,154 @@ import json
 import statistics
 import sys
 from contextlib import suppress
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-CURVES = {"reward": "mean of a step", "eval/accuracy": "share of 1", "completions/mean_length": "tokens",
-          "logprob_gap/mean": "nats", "entropy": "nats"}
+CURVES = {
+    "reward": "mean of a step",
+    "eval/accuracy": "share of 1",
+    "completions/mean_length": "tokens",
+    "logprob_gap/mean": "nats",
+    "entropy": "nats",
+}
 STAGES = ("time/wake", "time/generate", "time/eval", "time/sleep", "time/reward", "time/update")
-NUMBER, LIST, DICT = (int, float, type(None)), (list, type(None)), (dict, type(None))
-METRICS = {"step": int, **dict.fromkeys((*CURVES, *STAGES, "time/step"), NUMBER)}
-ROLLOUT = {"slot": int, "prompt": (str, list), "completion": str, "completion_ids": list, "truncated": NUMBER,
-           "sampler_logps": list, "trainer_logps": LIST, "reward": NUMBER, "parts": DICT, "advantage": NUMBER}
+# What the page needs of config.json, of a line of metrics.jsonl and of a line of rollouts/step_N.jsonl.
+NUMBER = int | float | None
+OPTIONS = {"model": str, "num_generations": int}
+METRICS = {"step": int, **dict.fromkeys([*CURVES, *STAGES, "time/step"], NUMBER)}
+ROLLOUT = {
+    "slot": int,
+    "prompt": str | list,
+    "completion": str,
+    "completion_ids": list,
+    "truncated": NUMBER,
+    "sampler_logps": list,
+    "trainer_logps": list | None,
+    "reward": NUMBER,
+    "parts": dict | None,
+    "advantage": NUMBER,
+}
 
 
-class UserError(ValueError):
-    """Something the person who started the run can fix: says what, where, and what to do."""
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="the folder of a run")
+    parser.add_argument("--out", type=Path, default="report.html", help="the page (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="recorded steps to embed (default %(default)s)")
+    parser.add_argument("--completions", type=int, default=64, help="of each step (default %(default)s)")
+    args = parser.parse_args()
+    try:
+        data = page_data(args.runs, args.steps, max(0, args.completions))
+        # A completion may hold </script>, which would end the data.
+        text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+        page = PAGE.replace("@DATA@", text)
+        # Half a surrogate pair, which a model may write, has no UTF-8: it stays the escape that it was.
+        args.out.write_text(page, encoding="utf-8", errors="backslashreplace")
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    print(f"{args.out}: {len(args.runs)} runs, {len(text) / 1e6:.1f} MB")
 
 
-def read(path: Path, types: dict | None = None) -> list[dict]:
-    """The objects of a file: one a line with these keys, or one in all. Half a last line, which a run is
-    still writing, is left out. NaN, which browsers refuse, becomes None."""
-    rows, text = [], path.read_bytes()
-    for number, line in enumerate(lines := text.split(b"\n") if types else [text], start=1):
-        try:
-            row = dict.fromkeys(types or ()) | json.loads(line, parse_constant=lambda name: None)
-            wrong = [key for key in types or () if not isinstance(row[key], types[key])]
-            if wrong or any(type(i) is not int or not 0 <= i < 2**31 for i in row.get("completion_ids", ())):
-                raise ValueError(f"{(*wrong, 'completion_ids')[0]} is missing, or no value of a run")
-            rows.append({key: row[key] for key in types or row})
-        except (ValueError, TypeError, RecursionError) as error:
-            if number < len(lines) or not types:
-                raise UserError(f"{path}, line {number}, is damaged ({error}): remove it") from None
+def page_data(folders: list[Path], steps: int, completions: int) -> dict:
+    """All that the page shows."""
+    runs = []
+    options = []
+    differ = {}
+    for folder in folders:
+        config = folder / "config.json"
+        options.append(read_object(config.read_bytes(), OPTIONS, where=config))
+        runs.append(read_run(folder, options[-1], steps, completions))
+    for name in sorted(set().union(*options)):
+        values = [of_run.get(name) for of_run in options]
+        if any(value != values[0] for value in values):
+            differ[name] = values
+    return {"runs": runs, "differ": differ, "curves": CURVES, "stages": STAGES}
+
+
+def read_run(folder: Path, options: dict, steps: int, completions: int) -> dict:
+    """The metrics of a run, and the first completions of its last recorded steps."""
+    rows = read_lines(folder / "metrics.jsonl", METRICS)
+    metrics = {}
+    for key in METRICS:
+        metrics[key] = [row.get(key) for row in rows]
+    accuracy = [value for value in metrics["eval/accuracy"] if value is not None]
+    times = [value for value in metrics["time/step"] if value is not None]
+    results = {
+        "first accuracy": accuracy[0] if accuracy else None,
+        "last accuracy": accuracy[-1] if accuracy else None,
+        "steps": len(times),
+        "median time/step (s)": statistics.median(times) if times else None,
+    }
+    rollouts, note = read_rollouts(folder, options, steps, completions)
+    return {"name": str(folder), "metrics": metrics, "results": results, "rollouts": rollouts, "note": note}
+
+
+def read_rollouts(folder: Path, options: dict, steps: int, completions: int) -> tuple[list[dict], str]:
+    """The groups of completions of the last `steps` recorded steps, and how many of all these are."""
+    group_size = max(1, options["num_generations"])
+    if completions > group_size:
+        completions -= completions % group_size  # whole groups, where one fits
+    decode = find_decoder(folder, options["model"])
+    names = [path.stem.removeprefix("step_") for path in folder.glob("rollouts/step_*.jsonl")]
+    recorded_steps = sorted(int(name) for name in names if name.isdecimal())
+    rollouts = []
+    shown = 0
+    recorded = 0
+    for step in recorded_steps[max(0, len(recorded_steps) - steps):]:
+        lines = read_lines(folder / f"rollouts/step_{step}.jsonl", ROLLOUT)
+        recorded += len(lines)
+        kept = []
+        for line in lines[:completions]:
+            completion = {key: line.get(key) for key in ROLLOUT}
+            completion["texts"] = decode and token_texts(line["completion_ids"], decode)
+            kept.append(completion)
+        shown += len(kept)
+        groups = groupby(kept, key=lambda completion: completion["slot"] // group_size)
+        rollouts.append({"step": step, "groups": [list(group) for _, group in groups]})
+    note = (f"In this page: {len(rollouts)} of {len(recorded_steps)} recorded steps, "
+            f"{shown} of their {recorded} completions (--steps, --completions).")
+    if decode is None:
+        note += " No tokenizer was found."
+    return rollouts, note
+
+
+def read_lines(path: Path, types: dict) -> list[dict]:
+    """The objects of a file, one a line. Half a last line, which a run is still writing, is omitted."""
+    *lines, last = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        rows.append(read_object(line, types, where=f"{path}, line {number},"))
+    with suppress(ValueError):
+        rows.append(read_object(last, types, where=path))
     return rows
+
+
+def read_object(text: bytes, types: dict, where) -> dict:
+    """The JSON object whose keys have values of these types; ValueError where it is none.
+
+    NaN, which browsers refuse in JSON, becomes None."""
+    try:
+        row = json.loads(text, parse_constant=lambda name: None)
+        problem = find_problem(row, types)
+    except (ValueError, RecursionError) as error:
+        problem = str(error)
+    if problem:
+        raise ValueError(f"{where} is damaged ({problem}): remove it")
+    return row
+
+
+def find_problem(row, types: dict) -> str:
+    """Why a run cannot have written this; empty where it can."""
+    if not isinstance(row, dict):
+        return "it is not a JSON object"
+    for key, allowed in types.items():
+        if not isinstance(row.get(key), allowed):
+            return f"{key} is missing, or no value of a run"
+        # An id of more than 32 bits makes the tokenizer fail, which does not name the line.
+        if key == "completion_ids" and not all(type(i) is int and 0 <= i < 2**31 for i in row[key]):
+            return f"{key} are not all ids of tokens"
+    return ""
 
 
 def find_decoder(folder: Path, model: str):
@@ -51,64 +168,26 @@ def find_decoder(folder: Path, model: str):
         with suppress(Exception):  # no file, or a broken one: the library raises nothing more precise
             from tokenizers import Tokenizer
             tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
-            return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+            return partial(tokenizer.decode, skip_special_tokens=False)
     return None
 
 
-def token_texts(ids: list, decode) -> list[str] | None:
+def token_texts(ids: list[int], decode) -> list[str] | None:
     """decode(ids[:i + 1]) minus decode(ids[:i]) for each i: the token that completes a character has it,
     those before are empty. None where these do not add up to the text."""
     texts = []
-    for i in range(len(ids)):  # 16 tokens before it are enough for spaces and half characters
-        before, text = (decode(ids[max(0, i - 16):end]).rstrip("\ufffd") for end in (i, i + 1))
+    for i in range(len(ids)):
+        start = max(0, i - 16)  # 16 tokens before it are enough for spaces and half characters
+        before = decode(ids[start:i]).rstrip("\ufffd")
+        text = decode(ids[start:i + 1]).rstrip("\ufffd")
         texts.append(text[len(before):])
-    whole, known = decode(ids), "".join(texts)
-    texts[-1:] = [text + whole[len(known):] for text in texts[-1:]]  # cut within a character
-    return texts if whole.startswith(known) else None
-
-
-def read_run(folder: Path, steps: int, completions: int) -> dict:
-    """What the page shows of a run, and its options. Completions come in whole groups where one fits."""
-    rows, [options] = read(folder / "metrics.jsonl", METRICS), read(folder / "config.json")
-    decode, size = find_decoder(folder, str(options.get("model"))), options.get("num_generations")
-    size = size if type(size) is int and size > 0 else 1
-    keep, rollouts, shown, recorded = completions - completions % size or completions, [], 0, 0
-    files = {int(p.stem[5:]): p for p in folder.glob("rollouts/step_*.jsonl") if p.stem[5:].isdecimal()}
-    for step in sorted(files)[max(0, len(files) - steps):]:
-        lines = read(files[step], ROLLOUT)
-        shown, recorded = shown + len(lines[:keep]), recorded + len(lines)
-        lines = [{**x, "texts": decode and token_texts(x["completion_ids"], decode)} for x in lines[:keep]]
-        groups = groupby(lines, lambda line: line["slot"] // size)
-        rollouts.append({"step": step, "groups": [list(group) for _, group in groups]})
-    note = (f"In this page: {len(rollouts)} of {len(files)} recorded steps, {shown} of their {recorded} "
-            "completions (--steps, --completions)." + " No tokenizer was found." * (decode is None))
-    metrics = {key: [row[key] for row in rows] for key in METRICS}
-    accuracy, times = ([v for v in metrics[key] if v is not None] for key in ("eval/accuracy", "time/step"))
-    results = {"first accuracy": (accuracy or [None])[0], "last accuracy": (accuracy or [None])[-1],
-               "steps": len(times), "median time/step (s)": statistics.median(times or [None])}
-    return {"name": str(folder), "metrics": metrics, "results": results, "rollouts": rollouts, "note": note,
-            "options": options}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run")
-    parser.add_argument("--out", default="report.html", help="the page (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="recorded steps to embed (default %(default)s)")
-    parser.add_argument("--completions", type=int, default=64, help="of each step (default %(default)s)")
-    c = parser.parse_args()
-    try:
-        runs = [read_run(Path(folder), max(0, c.steps), max(0, c.completions)) for folder in c.runs]
-        options = [run.pop("options") for run in runs]
-        table = {key: [of.get(key) for of in options] for key in sorted(set().union(*options))}
-        differ = {key: values for key, values in table.items() if any(v != values[0] for v in values)}
-        data = {"runs": runs, "differ": differ, "curves": CURVES, "stages": STAGES}
-        text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")  # no </script>
-        # Half a surrogate pair, which a model may write, has no UTF-8: it stays the escape that it was.
-        Path(c.out).write_text(PAGE.replace("@DATA@", text), encoding="utf-8", errors="backslashreplace")
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}" + ": give folders of runs, and an --out" * isinstance(error, OSError))
-    print(f"{c.out}: {len(c.runs)} runs, {len(text) / 1e6:.1f} MB")
+    whole = decode(ids)
+    known = "".join(texts)
+    if not whole.startswith(known):
+        return None
+    if texts:
+        texts[-1] += whole[len(known):]  # a last character may be cut
+    return texts
 
 
 PAGE = r"""<!doctype html>

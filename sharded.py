@@ -1,251 +1,351 @@
 """Data parallel training with a sharded optimizer, and the ranks that do it.
 
-    world = World()                                   # under torchrun; without it, a single rank
-    optimizer = ShardedAdamW(model, config, world)    # config: learning_rate, adam_beta1, ... as attributes
-    optimizer.begin()
-    loss.backward()                                   # as often as you like: gradients add up in fp32
-    norm = optimizer.step(learning_rate=1e-6)
+    import torch
+    from sharded import ShardedAdamW
 
-Every rank holds the working weights (2 bytes a parameter in bf16) and, only between `begin` and `step`, fp32
-gradients (4); fp32 master weights and Adam's moments (12) are cut over the ranks. One reduce-scatter and one
-all-gather a step. DDP would keep all 18 on every GPU.
+    model, x = torch.nn.Linear(4, 1), torch.ones(8, 4)
+    optimizer = ShardedAdamW(model.parameters(), lr=0.1)   # under torchrun: 1/N of its state on each rank
+    for step in range(20):
+        optimizer.zero_grad()
+        for part in x.split(4):                            # gradients add up in fp32
+            loss = (model(part) - 3).square().mean()
+            loss.backward()
+        norm = optimizer.step()
+    assert loss < 0.5
 
-Left out: sharded working weights (ZeRO stage 3, FSDP): the engine needs whole ones at every step anyway.
+Every rank holds the working weights (2 bytes a parameter in bf16) and, only between `zero_grad` and `step`,
+fp32 gradients (4). The fp32 master weights and Adam's two moments (12) are cut over the ranks: ZeRO, stage 2
+(Rajbhandari et al. 2020). One reduce-scatter and one all-gather a step. DDP would keep all 18 on every GPU.
+
+Left out: sharded working weights (ZeRO stage 3, FSDP). The engine needs whole ones at every step anyway.
 """
 
 import contextlib
 import datetime
 import functools
+import itertools
 import math
 import os
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, from the data sheets
 
 
-class UserError(ValueError):
-    """Something the person who started the run can fix: says what, where, and what to do."""
-
+# ---- The ranks ---------------------------------------------------------------------------------------------
 
 class Stalled(Exception):
-    """A rank did not come to where the others wait."""
+    """A rank did not reach a barrier in time."""
 
 
 class World:
-    """This process among the ranks of the job; without torchrun a single one.
+    """This process among the ranks that torchrun started; without torchrun, a single rank.
 
-    With `split` the last rank generates: it is not counted in `size`, and `link` joins it with rank 0.
+    timeout_minutes: how long a barrier or a collective waits. generators: how many of the last ranks do not
+    train. They are not counted in `world_size` and are in no process group; `trains` is False there.
     """
 
-    def __init__(self, split: bool = False, timeout_minutes: float = 30.0):
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.cuda, self.link, self.generates = torch.cuda.is_available(), None, False
-        self.device, self.peak_flops = torch.device("cpu"), None
+    def __init__(self, timeout_minutes=30.0, generators=0):
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1)) - generators
+        self.generators = generators
+        self.trains = self.rank < self.world_size
+        self.timeout = datetime.timedelta(minutes=timeout_minutes)
+        self.store = None  # torchrun's keys and values, shared by all ranks, those that generate included
+        self.device = torch.device("cpu")
+        self.cuda = torch.cuda.is_available()
+        self.card = 0  # bytes of the GPU's memory
+        self.peak_flops = None  # of the GPU, where it is in PEAK_FLOPS
         if self.cuda:
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-            torch.cuda.set_device(self.device)
-            self.card, name = torch.cuda.mem_get_info()[1], torch.cuda.get_device_name()  # bytes
-            self.peak_flops = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
-        else:  # ranks share the cores; sums in one thread keep one order
-            torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+            self.find_gpu()
+        else:
+            # Ranks share the cores, and sums made by one thread always have the same order.
+            threads = os.environ.setdefault("OMP_NUM_THREADS", "1")
+            torch.set_num_threads(int(threads))
         if "RANK" in os.environ:
-            threading.Thread(target=self.end_with_torchrun, args=(os.getppid(),), daemon=True).start()
-            self.patience = datetime.timedelta(minutes=timeout_minutes)
-            self.join(split)
+            self.join()
 
-    def join(self, split: bool) -> None:
-        store, _, _ = next(dist.rendezvous("env://"))  # torchrun's
+    def find_gpu(self) -> None:
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(self.device)
+        _, self.card = torch.cuda.mem_get_info()
+        for name, flops in PEAK_FLOPS.items():
+            if name in torch.cuda.get_device_name():
+                self.peak_flops = flops
+
+    def join(self) -> None:
+        """Finds the other ranks. Those that train become the default process group."""
+        threading.Thread(target=end_with_torchrun, daemon=True).start()
+        self.store, _, _ = next(dist.rendezvous("env://"))
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # One host: after a restart torchrun's store still holds the addresses of those who died.
-            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
-        if split:
-            from colocate import Link
-            self.size -= 1
-            self.generates = self.rank == self.size
-            if self.rank in (0, self.size):
-                self.link = Link(store, int(self.generates), self.device)
-        if not self.generates:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo", timeout=self.patience,
-                                    store=dist.PrefixStore("trainers", store), rank=self.rank,
-                                    world_size=self.size)
-            self.meeting = dist.new_group(backend="gloo", timeout=self.patience)
+            # On one host torchrun's store outlives a restart, and holds the addresses of the ranks that died.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+            self.store = dist.PrefixStore(f"attempt {attempt}", self.store)
+        if self.trains:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if self.cuda else "gloo",
+                timeout=self.timeout,
+                store=dist.PrefixStore("trainers", self.store),
+                rank=self.rank,
+                world_size=self.world_size,
+            )
+            # A group of its own, of gloo: NCCL cannot say which ranks are late.
+            self.barriers = dist.new_group(backend="gloo", timeout=self.timeout)
 
-    @staticmethod
-    def end_with_torchrun(parent: int) -> None:
-        """torchrun's workers live in sessions of their own: killing it with -9 would leave them running."""
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    def meet(self, stage: str) -> None:
-        """Returns when all ranks are here. Raises Stalled, naming those that are not in time."""
+    def barrier(self, stage: str) -> None:
+        """Returns when all ranks have ended the stage. Raises Stalled, naming the stragglers."""
+        if self.world_size == 1:
+            return
         start = time.monotonic()
         try:
-            if self.size > 1:
-                dist.monitored_barrier(self.meeting, self.patience, wait_all_ranks=True)
+            dist.monitored_barrier(self.barriers, self.timeout, wait_all_ranks=True)
         except RuntimeError as error:
-            if time.monotonic() - start < self.patience.total_seconds() - 1:
-                raise  # the connection broke: the other rank says why
-            raise Stalled(f"after {self.patience} at the end of {stage}: {error}") from None
+            if time.monotonic() - start < self.timeout.total_seconds() - 1:
+                raise  # the connection broke: the rank that failed says why
+            raise Stalled(f"after {self.timeout} at the end of {stage}: {error}") from None
 
-    def say(self, words: str) -> None:
-        """To the console, once."""
-        if self.rank == 0:
-            print(words, flush=True)
-
-    def gather(self, value) -> list:
-        """The value of every rank, in their order, on every rank. Values are pickled and travel by CPU."""
-        values = [value] * self.size
-        if self.size > 1:
+    def all_gather(self, value) -> list:
+        """The values of all ranks, in their order, on every rank. They are pickled and travel by CPU."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
 
-    def now(self) -> float:
-        """Seconds on a clock, once the GPU has done what it was given."""
+    def print0(self, text: str) -> None:
+        """Prints, on rank 0 only."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def clock(self) -> float:
+        """Seconds, read when the GPU has finished what it was given."""
         if self.cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def share(self, items: list) -> list:
-        """This rank's contiguous part of a list that every rank has; parts differ by at most one."""
-        return items[self.rank * len(items) // self.size:(self.rank + 1) * len(items) // self.size]
+    def my_part(self, items: list) -> list:
+        """This rank's contiguous part of a list that all ranks have; lengths differ by at most one."""
+        start = self.rank * len(items) // self.world_size
+        stop = (self.rank + 1) * len(items) // self.world_size
+        return items[start:stop]
 
+
+def end_with_torchrun() -> None:
+    """Ends this process when the one that started it is gone."""
+    # torchrun's workers live in sessions of their own: killing it with -9 would leave them running.
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+# ---- The optimizer -----------------------------------------------------------------------------------------
 
 # torch 2.13 renamed both and warns at the old names; 2.11 has only those.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+ALIGN = 64  # elements: every parameter starts at an address that matrix products like
+SHARDED = ("master", "exp_avg", "exp_avg_sq")  # what is cut over the ranks; only Adam's step number is not
+
 
 class ShardedAdamW:
-    """AdamW whose fp32 master weights and moments are cut over the ranks (ZeRO stage 2).
+    """AdamW (Loshchilov and Hutter 2019) whose fp32 master weights and moments are cut over the ranks.
 
     The parameters become views of one flat buffer in the working dtype. Backward passes add into a flat
-    buffer of gradients in at least fp32, which exists only between `begin` and `step`. One rank's shard is
-    1/N of both.
+    buffer of gradients in at least fp32, which exists only between `zero_grad` and `step`. This rank's shard
+    is the same 1/N of every buffer.
+
+    offload: keep master weights and moments in the CPU's memory. world: the ranks, by default World().
     """
 
-    ALIGN = 64  # elements: every parameter starts at an address that matrix products like
+    def __init__(self, params: Iterable[torch.Tensor], *, lr: float, betas=(0.9, 0.999), eps=1e-8,
+                 weight_decay=0.0, max_grad_norm=1.0, offload=False, world: World | None = None):
+        self.world = world or World()
+        self.max_grad_norm = max_grad_norm
+        self.parameters = list(params)  # in their order in the buffers
+        self.flatten()
+        self.grads = None  # [elements] between zero_grad and step
+        self.reference = None  # [elements / world_size] after keep_reference
+        device = "cpu" if offload else self.weights.device
+        # At least fp32: an update of 1e-6 is below the spacing of bf16 numbers and would be rounded away.
+        dtype = torch.promote_types(self.weights.dtype, torch.float32)
+        self.master = self.weights[self.shard].to(device, dtype, copy=True)  # [elements / world_size]
+        self.adam = torch.optim.AdamW(
+            [self.master], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        # AdamW would make its state in the first step. Made here, save and load have no special case.
+        self.state = {
+            "step": torch.zeros((), device=device),
+            "exp_avg": torch.zeros_like(self.master),
+            "exp_avg_sq": torch.zeros_like(self.master),
+        }
+        self.adam.state[self.master] = self.state
+        self.saved = {"master": self.master, **self.state}
 
-    def __init__(self, policy: torch.nn.Module, c, world: World):
-        self.c, self.world, self.grads, self.reference = c, world, None, None
-        self.parameters, self.offsets, size = list(policy.parameters()), [], 0
+    def flatten(self) -> None:
+        """Moves the parameters into one buffer, `weights`, where parameter i starts at element offsets[i]."""
+        self.offsets = []
+        size = 0  # elements so far
         for p in self.parameters:
             self.offsets.append(size)
-            size += -(-p.numel() // self.ALIGN) * self.ALIGN
-        shard = -(-size // (world.size * self.ALIGN)) * self.ALIGN
+            size += math.ceil(p.numel() / ALIGN) * ALIGN
+        world_size = self.world.world_size
+        length = math.ceil(size / (world_size * ALIGN)) * ALIGN  # of a shard, the same on all ranks
+        start = self.world.rank * length
+        self.shard = slice(start, start + length)
+
         first = self.parameters[0]
-        self.weights = torch.zeros(shard * world.size, dtype=first.dtype, device=first.device)
+        self.weights = torch.zeros(world_size * length, dtype=first.dtype, device=first.device)
         for p, offset in zip(self.parameters, self.offsets):
             view = self.weights[offset:offset + p.numel()].view_as(p)
             view.copy_(p.data)
-            p.data = view
-            p.register_post_accumulate_grad_hook(functools.partial(self.accumulate, offset))
-        self.shard = slice(world.rank * shard, (world.rank + 1) * shard)
-        self.grad_dtype = torch.promote_types(first.dtype, torch.float32)
-        home = "cpu" if c.optimizer_offload else first.device
-        self.master = self.weights[self.shard].to(home, self.grad_dtype, copy=True)
-        self.adam = torch.optim.AdamW([self.master], lr=c.learning_rate, betas=(c.adam_beta1, c.adam_beta2),
-                                      eps=c.adam_epsilon, weight_decay=c.weight_decay, fused=True)
-        self.state = {"step": torch.zeros((), device=home), "exp_avg": torch.zeros_like(self.master),
-                      "exp_avg_sq": torch.zeros_like(self.master)}
-        self.adam.state[self.master] = self.state  # now, so that saving and loading know no first step
+            p.data = view  # the module keeps its Parameter, and computes with whatever is in the buffer
+            hook = functools.partial(self.accumulate, offset)
+            p.register_post_accumulate_grad_hook(hook)
 
     def accumulate(self, offset: int, p: torch.Tensor) -> None:
-        self.grads[offset:offset + p.numel()].add_(p.grad.flatten())  # sums in bf16 would lose bits
-        p.grad = None
+        """Called by autograd as soon as a parameter has its gradient."""
+        grad = p.grad.flatten()
+        self.grads[offset:offset + len(grad)].add_(grad)  # sums in bf16 would lose bits
+        p.grad = None  # now, so that the bf16 gradients of all parameters never exist together
 
-    def begin(self) -> None:
-        self.grads = torch.zeros(self.weights.shape, dtype=self.grad_dtype, device=self.weights.device)
+    @property
+    def param_groups(self) -> list[dict]:
+        """As in torch's optimizers: the learning rate is changed here."""
+        return self.adam.param_groups
+
+    def zero_grad(self) -> None:
+        self.grads = torch.zeros_like(self.weights, dtype=self.master.dtype)
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> float:
-        """Sums the gradients over the ranks, clips, updates, spreads the weights; returns the norm unclipped.
+    def step(self) -> float:
+        """Sums the gradients over the ranks, clips them and updates the weights of all ranks.
 
-        A norm that is not finite changes nothing, on any rank.
+        Returns the norm before clipping. A norm that is not finite changes nothing, on any rank.
         """
-        self.world.meet("the backward passes")
+        self.world.barrier("the backward passes")  # names stragglers, which a collective could not
         grad = self.grads[self.shard]
-        if self.world.size > 1:
-            grad = grad if self.world.cuda else torch.empty_like(grad)  # NCCL works in place, gloo does not
+        if self.world.world_size > 1:
+            if not self.world.cuda:
+                grad = torch.empty_like(grad)  # NCCL reduces in place, gloo cannot
             REDUCE_SCATTER(grad, self.grads)
         self.grads = None
+
         # In pieces: whole, the squares and their copy in float64 would be three more buffers of this size.
-        squares = sum(part.square().sum(dtype=torch.float64) for part in grad.split(2**26))
-        if self.world.size > 1:
-            dist.all_reduce(squares)
-        norm = math.sqrt(squares) if squares.isfinite() else math.nan
-        if math.isfinite(norm):
-            grad = grad.mul_(min(1.0, self.c.max_grad_norm / (norm + 1e-6)))
-            self.master.grad = grad.to(self.master.device)
-            self.adam.param_groups[0]["lr"] = learning_rate
-            self.adam.step()
-            self.master.grad = None
-            self.spread(self.master)
+        squares = sum(piece.square().sum(dtype=torch.float64) for piece in grad.split(2**26))
+        if self.world.world_size > 1:
+            dist.all_reduce(squares)  # the shards' sums
+        norm = math.sqrt(squares)
+        if not math.isfinite(norm):  # on all ranks alike: each has the sum over all
+            return norm
+
+        grad.mul_(min(1.0, self.max_grad_norm / (norm + 1e-6)))
+        self.master.grad = grad.to(self.master.device)
+        self.adam.step()
+        self.master.grad = None
+        self.all_gather_weights(self.master)
         return norm
 
-    def spread(self, shard: torch.Tensor) -> None:
-        """The policy takes its weights from the shards of all ranks."""
-        mine = self.weights[self.shard].copy_(shard)
-        if self.world.size > 1:
-            ALL_GATHER(self.weights, mine if self.world.cuda else mine.clone())
+    def all_gather_weights(self, shard: torch.Tensor) -> None:
+        """The working weights of every rank become what the shards of all ranks hold."""
+        mine = self.weights[self.shard]
+        mine.copy_(shard)
+        if self.world.world_size > 1:
+            if not self.world.cuda:
+                mine = mine.clone()  # NCCL gathers in place, gloo cannot
+            ALL_GATHER(self.weights, mine)
 
-    def keep_reference(self, policy: torch.nn.Module) -> None:
-        """This rank's shard of another policy's weights; on the CPU, so that it costs a GPU nothing."""
-        start, stop = self.shard.start, self.shard.stop
-        self.reference = torch.zeros(stop - start, dtype=self.weights.dtype)
-        for p, offset in zip(policy.parameters(), self.offsets):
-            low, high = max(offset, start), min(offset + p.numel(), stop)
-            if low < high:
-                self.reference[low - start:high - start] = p.detach().flatten()[low - offset:high - offset]
+    def keep_reference(self, params: Iterable[torch.Tensor]) -> None:
+        """Keeps this rank's shard of other weights of the same shapes, for `as_reference`."""
+        self.reference = torch.zeros(self.master.shape, dtype=self.weights.dtype)  # CPU: costs no GPU memory
+        for p, offset in zip(params, self.offsets):
+            part = slice(offset, offset + p.numel())
+            self.fill(self.reference, part, p.detach().flatten())
 
     @contextlib.contextmanager
     def as_reference(self):
-        """Inside, the policy is the reference."""
-        self.spread(self.reference)
+        """Inside the `with` block the parameters have the reference's values."""
+        self.all_gather_weights(self.reference)
         yield
-        self.spread(self.master)
+        self.all_gather_weights(self.master)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the weights and of all ranks' shards, which hold three numbers a parameter."""
+        return self.weights.nbytes + 3 * self.master.nbytes * self.world.world_size
 
     def save(self, folder: Path) -> None:
         """Writes this rank's shard."""
-        save_file({"master": self.master, **self.state}, folder / f"{self.world.rank:05}.safetensors")
+        save_file(self.saved, folder / f"{self.world.rank:05}.safetensors")
 
     def load(self, folder: Path) -> None:
-        """Reads this rank's part, whatever number of ranks wrote the shards."""
-        parts = {"master": self.master, **{k: self.state[k] for k in ("exp_avg", "exp_avg_sq")}}
-        for path, start, end in shards(folder, self.parameters):
+        """Reads this rank's shard, however many ranks wrote theirs.
+
+        The parameters must already be those saved with it. Raises ValueError where they are not, or where a
+        file is damaged.
+        """
+        for path, part in check_shards(folder, self.parameters).items():
             with safe_open(path, "pt") as file:
-                low, high = max(start, self.shard.start), min(end, self.shard.stop)
-                for name, mine in parts.items() if low < high else ():
-                    piece = file.get_slice(name)[low - start:high - start]
-                    mine[low - self.shard.start:high - self.shard.start].copy_(piece)
-                self.state["step"].copy_(file.get_tensor("step"))
+                self.state["step"].copy_(file.get_tensor("step"))  # the same in every file
+                for name in SHARDED:
+                    self.fill(self.saved[name], part, file.get_slice(name))
+        weights = self.weights[self.shard].to(self.master.device)
+        # Rounded to bf16, as the weights are where they were trained in bf16.
+        if not torch.equal(self.master.bfloat16(), weights.bfloat16()):
+            checkpoint = folder.parent.resolve()
+            raise ValueError(f"{checkpoint}: the optimizer is not that of model.safetensors; without this "
+                             "folder the run continues from the checkpoint before")
+
+    def fill(self, shard: torch.Tensor, part: slice, values) -> None:
+        """Copies into this rank's shard what `values` hold of it. They are the elements `part` of the buffer.
+
+        values: a tensor, or one in a safetensors file, from which only the elements needed are read.
+        """
+        start = self.shard.start
+        low = max(part.start, start)
+        high = min(part.stop, self.shard.stop)
+        if low < high:  # they overlap
+            shard[low - start:high - start] = values[low - part.start:high - part.start]
 
 
-def shards(folder: Path, parameters: list[torch.Tensor]) -> list[tuple[Path, int, int]]:
-    """(file, its first element, its end) of each part of an optimizer, in order. Raises UserError where they
-    are damaged or do not make up the optimizer of `parameters`."""
-    found, end, size = [], 0, sum(p.numel() for p in parameters)
-    again = f"remove {folder.parent.resolve()} to continue from the checkpoint before, or use --fresh"
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt") as file:
-                slices = [file.get_slice(name) for name in ("master", "exp_avg", "exp_avg_sq")]
-                [(_, length)] = {(s.get_dtype(), *s.get_shape()) for s in slices}
-                file.get_tensor("step").item()
-        except (OSError, SafetensorError, ValueError, RuntimeError) as error:
-            raise UserError(f"{path} is damaged ({error}): {again}") from None
-        found.append((path, end, end + length))
+def check_shards(folder: Path, parameters: list[torch.Tensor]) -> dict[Path, slice]:
+    """The files of a saved optimizer, and which elements of the buffers each holds. Reads only headers.
+
+    Raises ValueError where a file is damaged, or where together they are not the optimizer of `parameters`.
+    """
+    shards = {}
+    end = 0
+    for number in itertools.count():
+        path = folder / f"{number:05}.safetensors"
+        if not path.exists():
+            break
+        length = shard_length(path)
+        shards[path] = slice(end, end + length)
         end += length
-    padding = ShardedAdamW.ALIGN * (len(parameters) + len(found))  # at most: both are aligned
-    numbered = [path.name for path, *_ in found] == [f"{n:05}.safetensors" for n in range(len(found))]
-    if not (numbered and size <= end <= size + padding):
-        raise UserError(f"{folder}: {end} elements in {len(found)} files are not the optimizer of the {size} "
-                        f"weights beside it: {again}")
-    return found
+    size = sum(p.numel() for p in parameters)
+    padding = ALIGN * (len(parameters) + len(shards))  # at most: parameters and shards are aligned
+    if not size <= end <= size + padding:
+        raise ValueError(f"{folder}: {end} elements in {len(shards)} files are not the optimizer of the "
+                         f"{size} weights beside it; without this checkpoint the run continues from the "
+                         "one before")
+    return shards
+
+
+def shard_length(path: Path) -> int:
+    """How many elements each of the file's tensors has."""
+    try:
+        with safe_open(path, "pt") as file:
+            file.get_tensor("step").item()
+            slices = [file.get_slice(name) for name in SHARDED]
+            kinds = {(s.get_dtype(), *s.get_shape()) for s in slices}
+            [(_, length)] = kinds  # fails unless all have one dtype and one length
+            return length
+    except Exception as error:  # safetensors does not say which file it is
+        raise ValueError(f"{path} is damaged ({error}); without this checkpoint the run continues from the "
+                         "one before") from None

@@ -39,7 +39,9 @@ def random_states():
 for generator in (random.seed, numpy.random.seed, torch.manual_seed):
     generator(1234 + rank)
 states = random_states()
-engine = ColocatedEngine(folder, dtype=torch.float32, max_model_len=512, max_num_seqs=16, enforce_eager=True)
+tokenizer = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
+engine = ColocatedEngine(
+    folder, dtype=torch.float32, max_model_len=512, max_num_seqs=16, enforce_eager=True, tokenizer=tokenizer)
 seen["random_state_kept"] = states == random_states()
 
 # Longer than a cache block, so that a second generation finds the prompt's keys and values in the prefix cache.
@@ -74,7 +76,6 @@ seen["gap"] = [gap(samples)]
 seen["lengths"] = [len(ids) for group in samples for ids, _ in group]
 seen["eos_only_last"] = all(1 not in ids[:-1] and (ids[-1] == 1 or len(ids) == 24) for g in samples for ids, _ in g)
 seen["samples"] = [ids for group in samples for ids, _ in group]
-tokenizer = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
 text = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 plain = lambda ids, k, n: text(ids[k:k + n]).isascii() and len(ids) > k + n
 stops = [[next(text(ids[k:k + 2]) for k in range(6, 20) for ids, _ in samples[0] if plain(ids, k, 2)), "no|where"],

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 import data
-from data import Prompt, Tokenizer, UserError, load_data, load_prompts, prompt_indices, sample_seed
+from data import Prompt, Tokenizer, concatenate, load_prompts, prompt_indices, sample_seed
 
 TEMPLATES = Path(__file__).parent / "fixtures_data"
 NAMES = ["qwen2_5", "qwen3", "llama3", "llama3_2", "smollm2", "deepseek_r1_distill"]
@@ -168,34 +169,34 @@ def test_keywords_reach_the_template_as_in_transformers(make_folder):
     assert Tokenizer(old, chat_template_kwargs=json.dumps(date)).render(user("hi")) == text and "1 May 1999" in text
 
 
-@pytest.mark.parametrize("text, message", [
-    *((text, r"--chat_template_kwargs .*: give a JSON object such as '{\"enable_thinking\": false}'") for text in (
-        "{", "enable_thinking=false", "[1]", "null", "3", "[" * 100_000)),
-    *((json.dumps({"enable_thinking": True, name: None}), f"--chat_template_kwargs '{name}' is no keyword of .*config.json"
-       r" \(default\): it takes .*enable_thinking") for name in (
-        "messages", "add_generation_prompt", "tools", "documents", "eos_token", "namespace", "raise_exception", "thinking"))])
-def test_keywords_that_do_nothing_are_refused(make_folder, text, message):
+def test_keywords_that_do_nothing_are_refused(make_folder):
     template = (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8") + "{{ eos_token }}{{ documents }}"
-    with pytest.raises(UserError, match=message):
-        Tokenizer(make_folder(template), chat_template_kwargs=text)
+    folder = make_folder(template)
+    for text in "{", "enable_thinking=false", "[1]", "null", "3", "[" * 100_000:
+        with pytest.raises(ValueError, match=re.escape(f"--chat_template_kwargs {text[:80]}: ")):
+            Tokenizer(folder, chat_template_kwargs=text)
+    for name in ("messages", "add_generation_prompt", "tools", "documents", "eos_token", "namespace", "raise_exception",
+                 "thinking"):
+        with pytest.raises(ValueError, match=f"config.json, chat_template: --chat_template_kwargs '{name}': "
+                                             "the keywords of this template are .*enable_thinking"):
+            Tokenizer(folder, chat_template_kwargs=json.dumps({"enable_thinking": True, name: None}))
 
 
 def test_keywords_without_a_template_that_takes_any(make_folder, tmp_path):
     keywords = '{"enable_thinking": false}'
-    with pytest.raises(UserError, match="'enable_thinking' is no keyword of .*: it takes none, leave the option away"):
-        Tokenizer(make_folder(CHATML), chat_template_kwargs=keywords)
     bare = make_folder(name="bare")
-    with pytest.raises(UserError, match="--chat_template_kwargs: .*bare has no chat template"):
-        Tokenizer(bare, chat_template_kwargs=keywords)
+    for folder in make_folder(CHATML), bare:
+        with pytest.raises(ValueError, match="--chat_template_kwargs 'enable_thinking': .* are none"):
+            Tokenizer(folder, chat_template_kwargs=keywords)
     (tmp_path / "mine.jinja").write_text("{{ enable_thinking }}")
     assert Tokenizer(bare, str(tmp_path / "mine.jinja"), keywords).render([]) == "False"
 
 
 def test_a_template_cannot_reach_python(make_folder):
     escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(UserError, match="refuses these messages.*unsafe"):
+    with pytest.raises(ValueError, match="chat_template: SecurityError: .*unsafe"):
         Tokenizer(make_folder(escape)).render(user("hi"))
-    with pytest.raises(UserError, match="refuses these messages"):
+    with pytest.raises(ValueError, match="chat_template: SecurityError"):
         Tokenizer(make_folder("{% set _ = messages.append(1) %}", name="other")).render(user("hi"))
 
 
@@ -210,23 +211,29 @@ def test_where_the_template_comes_from(make_folder, tmp_path):
     override = tmp_path / "mine.jinja"
     override.write_text("mine {{ messages | length }}")
     assert Tokenizer(folder, chat_template=str(override)).render([]) == "mine 0"
-    with pytest.raises(UserError, match=r"--chat_template nope.jinja.*has: default, tool_use"):
-        Tokenizer(folder, chat_template="nope.jinja")
-    with pytest.raises(UserError, match=r"--chat_template default: no file, nor.*has: a, b"):
-        Tokenizer(make_folder([{"name": n, "template": n} for n in "ab"], name="no_default"))
-    with pytest.raises(UserError, match=r"--chat_template default.*has: none"):
+    for name, folder in (("nope.jinja", folder), ("default", make_folder([{"name": n, "template": n} for n in "ab"], name="no_default"))):
+        with pytest.raises(ValueError, match=rf"--chat_template {name}: .*No such file"):
+            Tokenizer(folder, chat_template=name.removesuffix("default"))
+    with pytest.raises(ValueError, match="--chat_template default: .*No such file"):
         Tokenizer(make_folder(name="bare"), chat_template="default")
+    for configured in (5, ["x"], [{}], [{"name": 5}], {"a": 1}, [{"name": "default", "template": 5}]):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": configured}))
+        with pytest.raises(ValueError, match="tokenizer_config.json, chat_template: (Type|Key)Error"):
+            Tokenizer(folder)
 
 
-def test_template_errors_say_what_to_do(make_folder):
-    with pytest.raises(UserError, match=r"config.json \(default\), line 2: not a jinja.*--chat_template"):
+def test_template_errors_say_where(make_folder):
+    with pytest.raises(ValueError, match=r"config.json, chat_template, line 2: TemplateSyntaxError: "):
         Tokenizer(make_folder("ok\n{% for %}", name="syntax"))
-    picky = Tokenizer(make_folder("{{ raise_exception('System role not supported') }}", name="picky"))
-    with pytest.raises(UserError, match="template of .*picky refuses these messages: System role not supp"):
-        picky.render(user("hi"))
-    broken = Tokenizer(make_folder("{{ messages[0]['content'] + 1 }}", name="broken"))
-    with pytest.raises(UserError, match="refuses these messages"):
-        broken.encode(user("hi"))
+    picky = make_folder("{{ raise_exception('System role not supported') }}", name="picky")
+    with pytest.raises(ValueError, match="picky/tokenizer_config.json, chat_template: TemplateError: System role not supp"):
+        Tokenizer(picky).render(user("hi"))
+    (picky / "chat_template.jinja").write_text("{{ messages[0]['content'] + 1 }}")
+    with pytest.raises(ValueError, match="picky/chat_template.jinja: TypeError: can only concatenate"):
+        Tokenizer(picky).encode(user("hi"))
+    (picky / "chat_template.jinja").write_bytes(b"ok\n\xff")
+    with pytest.raises(ValueError, match="picky/chat_template.jinja, line 2: not UTF-8"):
+        Tokenizer(picky)
 
 
 # -------------------------------------------------------------------------------------------------- token ids
@@ -308,89 +315,69 @@ def test_special_tokens_of_older_folders(make_folder):
     assert Tokenizer(folder).render([]) == "<bos><eos>"  # tokenizer_config.json wins
 
 
+@pytest.mark.parametrize("wrong", [True, 1.5, -1, 2**31, "12", [[1]], [1, None], float("nan")])
+def test_eos_ids_that_are_none(make_folder, wrong):
+    with pytest.raises(ValueError, match="no ids of EOS tokens: correct eos_token_id in generation_config.json"):
+        Tokenizer(make_folder(generation_config={"eos_token_id": wrong}))
+
+
 def test_folder_errors(make_folder, tmp_path):
-    with pytest.raises(UserError, match="absent/tokenizer.json is missing: --model"):
+    with pytest.raises(ValueError, match="absent/tokenizer.json: .*No such file"):
         Tokenizer(tmp_path / "absent")
     folder = make_folder()
     assert Tokenizer(str(folder)).folder == folder
-    (folder / "generation_config.json").write_text('{\n"eos_token_id": 1,\n}')
-    with pytest.raises(UserError, match="generation_config.json, line 3, column 1: broken JSON"):
-        Tokenizer(folder)
+    for text, message in (('{\n"eos_token_id": 1,\n}', ".*line 3 column 1"), ("[]", "TypeError: 'list' object is not a mapping"),
+                          ("[" * 100_000, "RecursionError")):
+        (folder / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match=f"generation_config.json: {message}"):
+            Tokenizer(folder)
     (folder / "tokenizer.json").write_text('{"version": "1.0", "mod')
-    with pytest.raises(UserError, match="tokenizer.json cannot be read .*fetch the model again"):
+    with pytest.raises(ValueError, match="tokenizer.json: .*line 1 column"):
         Tokenizer(folder)
-    with pytest.raises(UserError, match="names no EOS token: put eos_token_id into generation_config.json"):
+    with pytest.raises(ValueError, match=r"no_eos: \[\] are no ids of EOS tokens: correct eos_token_id"):
         Tokenizer(make_folder(settings={"eos_token": None}, name="no_eos"))
 
 
+def test_one_reader_of_tokenizer_json(chat):
+    assert isinstance(chat.backend, tokenizers.Tokenizer)
+    assert chat.backend.encode("a b", add_special_tokens=False).ids == chat.encode("a b")
+
+
 def test_many_prompts_are_encoded_like_one(load, chat):
-    rows = [{"question": f"What is {n} + 1?"} for n in range(2100)]
-    one_by_one = [chat.encode(user(row["question"])) for row in rows]
-    assert [p.token_ids for p in load("data.jsonl", rows).train] == one_by_one
-    rows[1500]["question"] = "half a pair: \ud83d"
-    with pytest.raises(UserError, match="data.jsonl, line 1501: the tokenizer .* cannot encode .*half"):
+    rows = [{"question": f"What is {n} + 1?"} for n in range(1100)]
+    loaded = load("data.jsonl", rows).train
+    for n in (0, 999, 1000, 1099):
+        assert loaded[n].token_ids == chat.encode(user(rows[n]["question"]))
+    rows[1050]["question"] = "half a pair: \ud83d"
+    with pytest.raises(ValueError, match="data.jsonl, line 1051: .*model/tokenizer.json cannot encode .*half a pair"):
         load("data.jsonl", rows)
 
 
-def test_text_that_has_no_tokens(chat):
-    with pytest.raises(UserError, match="cannot encode"):
-        chat.encode("half a pair: \ud83d")
+# ------------------------------------------------------------------------------------------ rows that are given
 
 
-# --------------------------------------------------------------------------------------------- built-in tasks
-
-
-def test_digits_task_and_its_tokenizer(tmp_path):
-    data.write_digits_tokenizer(tmp_path / "tiny")
-    tokenizer = Tokenizer(tmp_path / "tiny")
-    assert (tokenizer.eos_token_ids, tokenizer.has_chat_template) == ([12], False)
-    assert tokenizer.encode("0123456789+=") == list(range(12))
-    assert tokenizer.decode([1, 2, 12]) == "12" and tokenizer.decode([13, 1, 10, 12, 12]) == "1+"
-    prompts = load_prompts("digits", tokenizer, max_prompt_length=4)
-    assert len(prompts.train) == 100 and prompts.train == prompts.held_out
-    assert prompts.notes == ["100 prompts from 'prompt', gold answers from 'answer'"]
-    assert prompts.train[75] == Prompt("7+5=", [7, 10, 5, 11], {"answer": "12"})
-    assert {p.prompt: p.columns["answer"] for p in prompts.train} == {
-        f"{a}+{b}=": str(a + b) for a in range(10) for b in range(10)}
-    with pytest.raises(UserError, match="digits: 100 of 100 prompts are longer than --max_prompt_length 3"):
-        load_prompts("digits", tokenizer, max_prompt_length=3)
-    # Letters have no tokens here; a prompt must not lose them silently.
-    with pytest.raises(UserError, match="sums, prompt 1: the tokenizer of .*tiny cannot encode 'What is"):
-        load_prompts("sums", tokenizer, max_prompt_length=99)
-    with pytest.raises(UserError, match="digits, prompt 1: the tokenizer of .*tiny cannot encode 'Think"):
-        load_prompts("digits", tokenizer, max_prompt_length=99, system_prompt="Think")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tiny")
-    assert theirs("7+5=").input_ids == [7, 10, 5, 11]
-    assert theirs.decode([1, 2, 12], skip_special_tokens=True) == "12"
-    assert (theirs.eos_token_id, theirs.pad_token_id, len(theirs)) == (12, 13, 14)
-
-
-def test_sums_task(chat):
-    rng = random.Random(0)
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    rng.shuffle(pairs)
-    expected = [(user(f"What is {a} + {b}? Answer with just the number."), str(a + b)) for a, b in pairs]
-    random.seed(5)
-    state = random.getstate()
-    prompts = load_prompts("sums", chat, max_prompt_length=128)
-    assert random.getstate() == state
-    assert [(p.prompt, p.columns["answer"]) for p in prompts.held_out] == expected[:512]
-    assert [(p.prompt, p.columns["answer"]) for p in prompts.train] == expected[512:]
-    assert len(prompts.train) == 8100 - 512 and prompts.train[0].columns.keys() == {"answer"}
-    assert prompts.train[7].token_ids == chat.encode(expected[519][0])
-    with_system = load_prompts("sums", chat, max_prompt_length=128, system_prompt="Be brief.")
-    assert with_system.train[0].prompt == [{"role": "system", "content": "Be brief."}, *expected[512][0]]
-    assert prompts.fingerprint == load_prompts("sums", chat, max_prompt_length=100).fingerprint
-    assert prompts.fingerprint != load_prompts("digits", chat, max_prompt_length=100).fingerprint
-    assert prompts.fingerprint != with_system.fingerprint  # what the template makes of a row counts too
-    with pytest.raises(UserError, match=r"sums: --answer_column 'gold' is not there.*answer, question\)"):
-        load_prompts("sums", chat, max_prompt_length=128, answer_column="gold")
-    # A limit that only some prompts pass would change the split: with "10" as one token, 90 + 89 are shorter.
-    longest = len(prompts.train[0].token_ids)
-    chat._tokenizer.add_tokens(["10"])
-    assert len(load_prompts("sums", chat, max_prompt_length=longest).held_out) == 512
-    with pytest.raises(UserError, match=rf"sums: {8100 - 179} of 8100 prompts are longer"):
-        load_prompts("sums", chat, max_prompt_length=longest - 1)
+def test_rows_in_place_of_a_file(chat):
+    rows = [{"prompt": f"{n} + 1", "answer": n} for n in range(5)]
+    whole = load_prompts("task", chat, max_prompt_length=9, rows=rows)
+    assert whole.train == [Prompt(row["prompt"], chat.encode(row["prompt"]), {"answer": row["answer"]}) for row in rows]
+    assert whole.held_out == [] and whole.notes[0] == "5 prompts from 'prompt', gold answers from 'answer'"
+    split = load_prompts("task", chat, max_prompt_length=9, rows=rows, held_out=2)
+    assert (split.held_out, split.train) == (whole.train[:2], whole.train[2:])
+    same = load_prompts("task", chat, max_prompt_length=9, rows=rows, held_out=5)
+    assert same.held_out == same.train == whole.train  # nothing else is left to train on
+    assert whole.fingerprint == split.fingerprint
+    system = load_prompts("task", chat, max_prompt_length=200, rows=rows, system_prompt="Be brief.")
+    assert whole.fingerprint != system.fingerprint  # what is made of a row counts too
+    with pytest.raises(ValueError, match="task, prompt 3: 'prompt' is missing or empty"):
+        load_prompts("task", chat, max_prompt_length=9, rows=[*rows[:2], {"prompt": " "}])
+    # What is held out must not depend on the limit.
+    long = [*rows, {"prompt": "a" * 20}]
+    assert len(load_prompts("task", chat, max_prompt_length=9, rows=long).train) == 5
+    with pytest.raises(ValueError, match="1 of 6 prompts are longer than --max_prompt_length 9"):
+        load_prompts("task", chat, max_prompt_length=9, rows=long, held_out=2)
+    countdown = [{"nums": "[1, 2]", "target": "3"}]
+    assert load_prompts("task", chat, max_prompt_length=200, rows=countdown).train[0].columns["answer"] == 3
+    assert countdown == [{"nums": "[1, 2]", "target": "3"}]  # the caller's rows stay as they are
 
 
 # ---------------------------------------------------------------------------------------------------- layouts
@@ -460,9 +447,10 @@ def test_columns_chosen_by_hand(load):
     nested = load("data.jsonl", [row], prompt_column="meta.a.b", answer_column="x.y").train[0]
     assert nested.prompt == user("deep")
     assert nested.columns["answer"] == "dot" and nested.columns["question"] == "q"
-    for option in "prompt_column", "answer_column":
-        with pytest.raises(UserError, match=rf"--{option} 'absent' is not there.*columns: answer, gold"):
-            load("data.jsonl", [row], **{option: "absent"})
+    with pytest.raises(ValueError, match=r"no prompts in 'absent' \(its columns: answer, gold.*--prompt_column"):
+        load("data.jsonl", [row], prompt_column="absent")
+    with pytest.raises(ValueError, match=r"--answer_column 'absent': no answers there \(its columns: answer, gold"):
+        load("data.jsonl", [row], answer_column="absent")
 
 
 def test_rows_with_different_columns_get_all_of_them(load):
@@ -471,30 +459,29 @@ def test_rows_with_different_columns_get_all_of_them(load):
         {"answer": "1", "level": None}, {"answer": "2", "level": 3}, {"answer": None, "level": None}]
 
 
-def test_several_sources_are_one_list(load, chat, tmp_path):
-    load("a.jsonl", [{"question": "a", "answer": "1", "level": 3}, {"question": "b" * 300, "answer": "2"}])
-    load("b.json", json.dumps([{"nums": [1, 2], "target": 3}, {"nums": [4], "target": 4}]))
-    a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.json")
-    both = load_data([a, "sums", b], chat, max_prompt_length=200)
-    parts = [load_prompts(source, chat, max_prompt_length=200) for source in (a, "sums", b)]
-    for together, apart in ((both.train, [s.train for s in parts]), (both.held_out, [s.held_out for s in parts])):
-        apart = sum(apart, [])
-        assert [(p.prompt, p.token_ids) for p in together] == [(p.prompt, p.token_ids) for p in apart]
-        for p, own in zip(together, apart):
+def test_several_sources_are_one_list(load, chat):
+    task = [{"question": f"{n}?", "answer": n} for n in range(5)]
+    sets = {
+        "a.jsonl": load("a.jsonl", [{"question": "a", "answer": "1", "level": 3}, {"question": "b" * 300, "answer": "2"}]),
+        "task": load_prompts("task", chat, max_prompt_length=200, rows=task, held_out=2),
+        "b.json": load("b.json", json.dumps([{"nums": [1, 2], "target": 3}, {"nums": [4], "target": 4}]))}
+    together = concatenate(sets)
+    for whole, parts in ((together.train, [s.train for s in sets.values()]), (together.held_out, [sets["task"].held_out])):
+        apart = sum(parts, [])
+        assert [(p.prompt, p.token_ids) for p in whole] == [(p.prompt, p.token_ids) for p in apart]
+        for p, own in zip(whole, apart):
             assert p.columns == dict.fromkeys(("answer", "level", "nums", "target")) | own.columns
-    assert len(both.held_out) == 512 and len(both.train) == 1 + 7588 + 2
-    assert both.train[0].columns == {"answer": "1", "level": 3, "nums": None, "target": None}
-    assert both.train[-1].columns == {"answer": 4, "level": None, "nums": [4], "target": 4}
-    assert both.notes == [f"{source}: {note}" for source, s in zip((a, "sums", b), parts) for note in s.notes]
-    assert len(both.notes) == 4 and "longer than 200 tokens dropped" in both.notes[1]
-    assert load_data([a], chat, max_prompt_length=200) == parts[0]
-    seen = {both.fingerprint, parts[0].fingerprint, *(
-        load_data(sources, chat, max_prompt_length=200).fingerprint for sources in ([a, b], [b, a], [a, a, b]))}
-    load("b.json", json.dumps([{"nums": [1, 2], "target": 3}, {"nums": [4], "target": 5}]))
-    seen.add(load_data([a, "sums", b], chat, max_prompt_length=200).fingerprint)
-    assert len(seen) == 6
-    with pytest.raises(UserError, match=r"b.json: --prompt_column 'question' is not there"):
-        load_data([a, b], chat, max_prompt_length=200, prompt_column="question")
+    assert len(together.held_out) == 2 and len(together.train) == 1 + 3 + 2
+    assert together.train[0].columns == {"answer": "1", "level": 3, "nums": None, "target": None}
+    assert together.notes == [f"{source}: {note}" for source, s in sets.items() for note in s.notes]
+    assert len(together.notes) == 4 and "longer than 200 tokens dropped" in together.notes[1]
+    assert sets["a.jsonl"].train[0].columns == {"answer": "1", "level": 3}  # as it was
+    assert concatenate({"a.jsonl": sets["a.jsonl"]}) is sets["a.jsonl"]
+    a, task, b = sets.values()
+    seen = {s.fingerprint for s in (together, a, task, b, concatenate({"a": a, "b": b}), concatenate({"b": b, "a": a}))}
+    changed = load("b.json", json.dumps([{"nums": [1, 2], "target": 3}, {"nums": [4], "target": 5}]))
+    seen.add(concatenate({**sets, "b.json": changed}).fingerprint)
+    assert len(seen) == 7
 
 
 def test_system_prompt(load, plain):
@@ -575,27 +562,24 @@ def test_parquet(load, tmp_path):
     assert first.prompt == user("hi") and first.columns["answer"] == "7"
     assert first.columns["when"] == "2020-01-02"
     assert second.columns["n"] == 5 and json.dumps(second.columns)
-    with pytest.raises(UserError, match="data.parquet is not a parquet file"):
+    with pytest.raises(ValueError, match="(?i)parquet"):
         load("data.parquet", b"PAR1 but not really")
 
 
 def test_parquet_is_read_through_pyarrow(load, monkeypatch):
-    """With a stand-in where pyarrow is not installed: rows pass through JSON, and errors name the file."""
+    """With a stand-in where pyarrow is not installed: rows pass through JSON."""
     class Table:
         def to_pylist(self):
             return [{"question": "q", "answer": 1, "path": Path("a/b"), "seen": {1: "one"}}]
 
     fake, parquet = type(sys)("pyarrow"), type(sys)("pyarrow.parquet")
-    fake.ArrowException, fake.parquet = type("ArrowException", (Exception,), {}), parquet
+    fake.parquet = parquet
     monkeypatch.setitem(sys.modules, "pyarrow", fake)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)
-    parquet.read_table = lambda file: Table() if file.read() == b"PAR1" else (_ for _ in ()).throw(
-        fake.ArrowException("no magic bytes"))
+    parquet.read_table = lambda file: {b"PAR1": Table()}[file.read()]
     assert load("a.parquet", b"PAR1").train[0].columns == {"answer": 1, "path": "a/b", "seen": {"1": "one"}}
-    with pytest.raises(UserError, match="a.parquet is not a parquet file: no magic bytes"):
-        load("a.parquet", b"nothing")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match="a.parquet: reading .parquet needs pyarrow: pip install pyarrow"):
+    with pytest.raises(ImportError, match="pyarrow"):
         load("a.parquet", b"PAR1")
 
 
@@ -605,74 +589,59 @@ def test_parquet_is_read_through_pyarrow(load, monkeypatch):
 GOOD = '{"question": "q", "answer": "1"}\n'
 
 
+NO_PROMPTS = r"no prompts in 'prompt' or 'messages' or .* \(its columns: "
+
+
 @pytest.mark.parametrize("name, content, message", [
-    ("a.jsonl", "", r"a.jsonl holds no rows"),
-    ("a.jsonl", "\n \r\n", r"a.jsonl holds no rows"),
-    ("a.json", "[]", r"a.json holds no rows"),
-    ("a.csv", "", r"a.csv holds no rows"),
-    ("a.csv", "question,answer\n", r"a.csv holds no rows"),
-    ("a.jsonl", GOOD + "\n" + '{"question": "q",}\n' + GOOD, r"a.jsonl, line 3, column 1[78]: broken JSON: "),
-    ("a.jsonl", GOOD + '{"question": ' + "9" * 5000 + "}", r"a.jsonl, line 2, column 1: broken JSON"),
-    ("a.json", '[\n{"question": "q"},\n{"question" "q"}\n]', r"a.json, line 3, column 13: broken JSON"),
-    ("a.json", '{\n"question": "q"\n}', r"a.json, line 1, column 2: broken JSON"),
-    ("a.jsonl", GOOD + "[1, 2]\n", r"a.jsonl, line 2: a row must be an object .*not \[1, 2\]"),
-    ("a.jsonl", "[1, 2]\n" + GOOD, r"a.jsonl, line 1: a row must be an object .*not \[1, 2\]"),
-    ("a.jsonl", '"text"\n', r"a.jsonl, line 1: a row must be an object .*not \"text\""),
-    ("a.json", '[{"question": "q"}, null]', r"a.json, row 2: a row must be an object .*not null"),
+    ("a.jsonl", "\n \r\n", NO_PROMPTS + "none"),
+    ("a.json", "[]", NO_PROMPTS + "none"),
+    ("a.csv", "question,answer\n", NO_PROMPTS + "none"),
+    ("a.csv", "question;answer\nq;1\n", NO_PROMPTS + "question;answer"),
+    ("a.jsonl", '{"text": "q", "label": 1}', NO_PROMPTS + "label, text.*--prompt_column"),
+    ("a.jsonl", GOOD + "\n" + '{"question": "q",}\n' + GOOD, r"a.jsonl, line 3: .*column 1[78]"),
+    ("a.jsonl", GOOD + '{"question": ' + "9" * 5000 + "}", r"a.jsonl, line 2: .*4300 digits"),
+    ("a.jsonl", GOOD + "[" * 100_000, r"a.jsonl, line 2: RecursionError"),
+    ("a.json", '[\n{"question": "q"},\n{"question" "q"}\n]', r"line 3 column 13"),
+    ("a.json", '{\n"question": "q"\n}', r"a.json, line 1: .*column 2"),
+    ("a.jsonl", GOOD + "[1, 2]\n", r"a.jsonl, line 2: TypeError: 'list' object is not a mapping"),
+    ("a.jsonl", '"text"\n', r"a.jsonl, line 1: TypeError: 'str' object is not a mapping"),
+    ("a.json", '[{"question": "q"}, null]', r"a.json, row 2: TypeError: 'NoneType' object is not a mapping"),
     ("a.jsonl", GOOD.encode() * 2 + b'{"question": "\xff"}', r"a.jsonl, line 3: not UTF-8"),
     ("a.csv", "question,answer\nq,1\n".encode("utf-16"), r"a.csv, line 1: not UTF-8"),
-    ("a.csv", "question,answer\nq,1\nwell, then,2\n", r"a.csv, line 3: 3 fields, but the header names 2"),
-    ("a.csv", 'question,answer\nq,1\n"open,2\n', r"a.csv, after line 2: unexpected end of data"),
-    ("a.csv", 'question,answer\n"q"x,1\n', r"a.csv, after the header: "),
-    ("a.csv", "question;answer\nq;1\n", r"a.csv: no column with prompts \(its columns: question;answer\)"),
-    ("a.jsonl", '{"text": "q", "label": 1}',
-     r"a.jsonl: no column with prompts \(its columns: label, text\).*prompt, messages, .*--prompt_column"),
-    ("a.jsonl", '{"nums": [1, 2]}', r"a.jsonl: no column with prompts \(its columns: nums\)"),
-    ("a.jsonl", GOOD + '{"answer": "1"}', r"a.jsonl, line 2: 'question' is missing or empty"),
-    ("a.jsonl", GOOD + '{"question": null}', r"a.jsonl, line 2: 'question' is missing or empty"),
-    ("a.jsonl", GOOD + '{"question": " \\n"}', r"a.jsonl, line 2: 'question' is missing or empty"),
+    ("a.csv", "question,answer\nq,1\nwell, then,2\n", r"a.csv, line 3: more fields than the header's 2: quote"),
+    ("a.csv", 'question,answer\n"q\nr",1\n\n"open,\n2\n', r"a.csv, line 5: .*unexpected end of data"),
+    ("a.csv", 'question,answer\n"q"x,1\n', r"a.csv, line 2: "),
+    ("a.csv", 'question,"answer', r"a.csv, line 1: "),
+    *(("a.jsonl", GOOD + row, r"a.jsonl, line 2: 'question' is missing or empty") for row in (
+        '{"answer": "1"}', '{"question": null}', '{"question": " \\n"}', '{"question": []}')),
     ("a.csv", "question,answer\nq,1\n,2\n", r"a.csv, line 3: 'question' is missing or empty"),
-    ("a.jsonl", '{"prompt": []}', r"a.jsonl, line 1: 'prompt' is missing or empty"),
-    ("a.jsonl", '{"question": 12}', r"a.jsonl, line 1: 'question' must be text or a list of .*not 12"),
-    ("a.jsonl", '{"prompt": {"role": "user"}}', r"a.jsonl, line 1: 'prompt' must be text or a list of"),
-    ("a.jsonl", '{"prompt": ["hi"]}', r"a.jsonl, line 1: 'prompt' must be text or a list of .*not \"hi\""),
-    ("a.jsonl", '{"prompt": [{"role": "user"}]}', r"a.jsonl, line 1: 'prompt' must be text or a list of"),
-    ("a.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}',
-     r"a.jsonl, line 1: 'prompt' must be text or a list of"),
-    ("a.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}',
-     r"a.jsonl, line 1: 'messages' ends with the assistant's turn"),
-    ("a.jsonl", '{"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}',
-     r"a.jsonl, line 1: 'prompt' ends with the assistant's turn"),
-    ("a.csv", "prompt\n\"[{'role': 'user', 'content': 'hi'}]\"\n",
-     r"a.csv, line 2: 'prompt' holds messages, but not as JSON"),
-    ("a.jsonl", '{"nums": [1, "x"], "target": 3}', r"a.jsonl, line 1: 'nums' must be integers in a list"),
-    ("a.jsonl", '{"nums": [1, 2], "target": null}', r"a.jsonl, line 1: 'nums' must be integers in a list"),
-    ("a.jsonl", '{"nums": [], "target": 1}', r"a.jsonl, line 1: 'nums' must be integers in a list"),
-    ("a.jsonl", '{"nums": [1.5, 2], "target": 3}', r"a.jsonl, line 1: 'nums' must be integers in a list"),
-    ("a.csv", "nums,target\n1 2,3\n", r"a.csv, line 2: 'nums' must be integers in a list"),
-    ("a.jsonl", GOOD + '{"question": "\\ud83d"}', r"a.jsonl, line 2: the tokenizer of .* cannot encode"),
-    ("a.txt", "hello", r"a.txt: not a built-in task \(digits, sums\), nor a file .*\.jsonl, \.json.*--data"),
-    ("a", GOOD, r"a: not a built-in task"),
-])
-def test_errors_name_file_and_line(load, name, content, message):
-    with pytest.raises(UserError, match=message):
+    *(("a.jsonl", json.dumps({"prompt": value}), r"a.jsonl, line 1: 'prompt' must be text or a list of .*not ") for value in (
+        12, {"role": "user"}, ["hi"], [{"role": "user", "content": [{"type": "image"}]}], [*user("q"), {"content": "a"}])),
+    *(("a.jsonl", json.dumps({column: [*before, REPLY]}), rf"a.jsonl, line 1: '{column}' ends with the assistant's turn")
+      for column, before in (("prompt", user("q")), ("messages", []))),
+    ("a.csv", "prompt\n\"[{'role': 'user', 'content': 'hi'}]\"\n", r"a.csv, line 2: .*double quotes"),
+    *(("a.jsonl", json.dumps({"nums": nums, "target": target}), r"a.jsonl, line 1: 'nums' must be integers in a list")
+      for nums, target in (([1, "x"], 3), ([1, 2], None), ([], 1), ([1.5, 2], 3), ([True], 1), (5, 5), ("1 2", 3))),
+    ("a.jsonl", '{"nums": [1, 2]}', r"a.jsonl, line 1: .*KeyError: 'target'"),
+    ("a.jsonl", GOOD + '{"question": "\\ud83d"}', r"a.jsonl, line 2: .*tokenizer.json cannot encode"),
+    ("a.txt", "hello", r"ends in \.jsonl, \.json, \.csv, \.parquet"),
+], ids=lambda value: str(value)[:40])
+def test_errors_name_the_line(load, name, content, message):
+    with pytest.raises(ValueError, match=message):
         load(name, content)
 
 
 def test_errors_of_paths_and_templates(chat, load, make_folder, tmp_path):
-    for absent in str(tmp_path / "absent.jsonl"), str(tmp_path), "digitz":
-        with pytest.raises(UserError, match=rf"{absent}: not a built-in task \(digits, sums\), nor a file"):
-            load_prompts(absent, chat, max_prompt_length=9)
-    (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(UserError, match="folder.jsonl: not a built-in task"):
-        load_prompts(str(tmp_path / "folder.jsonl"), chat, max_prompt_length=9)
+    with pytest.raises(OSError, match="absent.jsonl"):
+        load_prompts(str(tmp_path / "absent.jsonl"), chat, max_prompt_length=9)
+    with pytest.raises(OSError, match="too long"):
+        load_prompts("x" * 3000 + ".jsonl", chat, max_prompt_length=9)
     picky = Tokenizer(make_folder("{{ raise_exception('only users') }}", name="picky"))
-    with pytest.raises(UserError, match=r"a.jsonl, line 1: the chat template .*picky refuses.*: only users"):
+    with pytest.raises(ValueError, match=r"a.jsonl, line 1: .*picky/tokenizer_config.json, chat_template: .*: only users"):
         load("a.jsonl", GOOD, tokenizer=picky)
-
-
-def test_user_error_is_a_value_error():
-    assert issubclass(UserError, ValueError)
+    empty = Tokenizer(make_folder("{{ '' }}", name="empty"))
+    with pytest.raises(ValueError, match="a.jsonl, line 1: the prompt has no tokens"):
+        load("a.jsonl", GOOD, tokenizer=empty)
 
 
 # ------------------------------------------------------------------------------------------------------ notes
@@ -685,7 +654,7 @@ def test_over_long_prompts_are_dropped_and_counted(load, chat):
     assert [p.columns["answer"] for p in loaded.train] == [1, 2]
     assert loaded.notes == ["2 prompts from 'question', gold answers from 'answer'",
                             f"2 prompts longer than {limit} tokens dropped"]
-    with pytest.raises(UserError, match=r"data.jsonl: 4 of 4 prompts .*--max_prompt_length 3; raise it"):
+    with pytest.raises(ValueError, match=r"4 of 4 prompts .*--max_prompt_length 3; raise it"):
         load("data.jsonl", rows, max_prompt_length=3)
 
 
@@ -767,7 +736,7 @@ def test_order_depends_on_seed_and_epoch_and_on_nothing_else():
         assert prompt_indices(step, 8, 40, 1) == sum((prompt_indices(s, 2, 40, 1) for s in
                                                       range(4 * step, 4 * step + 4)), [])
     assert whole == prompt_indices(0, 40, 40, 1)
-    data._permutation.cache_clear()
+    data.permutation.cache_clear()
     random.seed(5)
     assert whole == prompt_indices(0, 40, 40, 1)
 
@@ -784,22 +753,22 @@ def test_sample_seeds():
 # ---------------------------------------------------------------------------------------------------- copying
 
 
-def test_the_module_works_when_copied_alone(tmp_path):
+def test_the_module_works_when_copied_alone(tmp_path, plain):
     """In an empty folder, without torch, transformers or pyarrow, and leaving the global generator alone."""
     shutil.copy(data.__file__, tmp_path / "data.py")
+    plain.folder.rename(tmp_path / "model")
     script = """
 import sys
 for name in ("torch", "transformers", "pyarrow", "numpy"):
     sys.modules[name] = None
 import random; state = random.getstate()
 import data
-data.write_digits_tokenizer("tiny")
 open("p.jsonl", "w").write('{"prompt": "1+1=", "answer": 2}')
-loaded = data.load_prompts("p.jsonl", data.Tokenizer("tiny"), max_prompt_length=8)
-data.load_prompts("digits", data.Tokenizer("tiny"), max_prompt_length=8)
+loaded = data.load_prompts("p.jsonl", data.Tokenizer("model"), max_prompt_length=8)
+data.prompt_indices(0, 4, 1, 0)
 assert random.getstate() == state
 print(data.__file__, loaded.train[0].token_ids, loaded.train[0].columns)
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.strip() == f"{tmp_path / 'data.py'} [1, 10, 1, 11] {{'answer': 2}}", done.stderr
+    assert done.stdout.strip() == f"{tmp_path / 'data.py'} {plain.encode('1+1=')} {{'answer': 2}}", done.stderr
     assert done.stderr == ""

@@ -9,10 +9,11 @@ import sys
 import pytest
 import torch
 import transformers
-from checkpoints import FAMILIES, write_checkpoint
+from checkpoints import FAMILIES, LLAMA3_ROPE, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from model import ModelConfig, Policy, PolicySampler, UserError, checkpoint_folder, sample, token_logprobs
+import tiny
+from model import ModelConfig, PackedAttention, Policy, checkpoint_folder, parameter_count, token_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,25 @@ def test_config_in_the_layout_of_transformers_4(folders, tmp_path):
                        Policy.from_folder(folder).packed(tokens, [40]))
 
 
+def test_padded_attention_equals_the_plain_formula():
+    """Every sequence by itself, softmax(q kᵀ / √d) v under a causal mask, forward and backward."""
+    lengths, heads, kv_heads, d = [3, 1, 6], 4, 2, 8
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(lengths), n, d, dtype=torch.float64, generator=g).requires_grad_() for n in (heads, kv_heads, kv_heads))
+    attend = PackedAttention(lengths, "cpu", torch.float64)
+    assert attend.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4, 5] and attend.flash is None
+    plain = []
+    for a, b, c in zip(q.split(lengths), k.split(lengths), v.split(lengths)):
+        b, c = b.repeat_interleave(2, 1), c.repeat_interleave(2, 1)  # each head of keys serves two of queries
+        scores = torch.einsum("ihd,jhd->hij", a, b) / d**0.5
+        future = torch.ones(len(a), len(a), dtype=torch.bool).triu(1)
+        plain.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(future, -torch.inf).softmax(-1), c))
+    plain, out = torch.cat(plain), attend(q, k, v)
+    up = torch.randn(out.shape, dtype=torch.float64, generator=g)
+    expected, got = (torch.autograd.grad((x * up).sum(), (q, k, v)) for x in (plain, out))
+    assert torch.allclose(out, plain, atol=1e-12) and all(torch.allclose(a, b, atol=1e-12) for a, b in zip(got, expected))
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_chunked_logprobs_equal_the_plain_formula(temperature, chunk):
@@ -86,20 +106,20 @@ def test_chunked_logprobs_equal_the_plain_formula(temperature, chunk):
 
 
 def test_chunked_logprobs_never_hold_tokens_by_vocabulary():
-    """Peak resident memory of forward and backward stays far under one [tokens, vocabulary] block (800 MB here)."""
+    """Peak resident memory of forward and backward stays far under one [tokens, vocabulary] block (400 MB here)."""
     program = """
 import resource, torch
 from model import token_logprobs
-h = torch.randn(2000, 8, requires_grad=True); w = torch.randn(100_000, 8, requires_grad=True)
+h = torch.randn(1000, 8, requires_grad=True); w = torch.randn(100_000, 8, requires_grad=True)
 token_logprobs(h[:10], w, torch.arange(10), 1.0, 10)[0].sum().backward()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-token_logprobs(h, w, torch.arange(2000), 1.0, 50)[0].sum().backward()
+token_logprobs(h, w, torch.arange(1000), 1.0, 50)[0].sum().backward()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     freed = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is freed goes back, and does not count
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=freed,
                          cwd=__file__.rsplit("/tests/", 1)[0])
-    assert int(out.stdout) < 200_000  # KiB; two blocks of 50 rows are 40 MB
+    assert int(out.stdout) < 150_000  # KiB; two blocks of 50 rows are 40 MB
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,97 +148,77 @@ def test_sharded_checkpoints_load(folders, tmp_path):
     Policy.from_folder(tmp_path / "out")
 
 
-def broken(folders, tmp_path, edit_config=None, edit_tensors=None):
-    shutil.copytree(folders("qwen2-untied")[0], tmp_path / "m")
-    if edit_config:
-        path = tmp_path / "m" / "config.json"
-        raw = json.loads(path.read_text())
-        edit_config(raw)
-        path.write_text(json.dumps(raw))
-    if edit_tensors:
-        tensors = load_file(tmp_path / "m" / "model.safetensors")
-        edit_tensors(tensors)
-        save_file(tensors, tmp_path / "m" / "model.safetensors")
-    with pytest.raises(UserError) as error:
-        Policy.from_folder(tmp_path / "m")
-    return str(error.value)
+# ---- What is refused ---------------------------------------------------------------------------------------
+
+@pytest.fixture
+def broken(folders, tmp_path):
+    """Loads a copy of a good folder after config.json or the tensors were changed: the error's message."""
+    def attempt(edit_config=None, edit_tensors=None) -> str:
+        folder = shutil.copytree(folders("qwen2-untied")[0], tmp_path / "m", dirs_exist_ok=True)
+        if edit_config:
+            raw = json.loads((folder / "config.json").read_text())
+            edit_config(raw)
+            (folder / "config.json").write_text(json.dumps(raw))
+        if edit_tensors:
+            tensors = load_file(folder / "model.safetensors")
+            edit_tensors(tensors)
+            save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(ValueError) as error:
+            Policy.from_folder(folder)
+        return str(error.value)
+    return attempt
 
 
-@pytest.mark.parametrize("change, named", [
-    (dict(architectures=["MixtralForCausalLM"]), "MixtralForCausalLM"), (dict(quantization_config={"bits": 4}), "quantization"),
-    (dict(use_sliding_window=True), "sliding window"), (dict(hidden_act="gelu"), "hidden_act"),
-    (dict(rope_parameters={"rope_type": "yarn"}), "yarn"), (dict(num_experts=8), "num_experts")])
-def test_unsupported_configs_are_refused_by_name(folders, tmp_path, change, named):
-    message = broken(folders, tmp_path, lambda raw: raw.update(change))
-    assert named in message and ("supported" in message)
+@pytest.mark.parametrize("named, change", [
+    ("MixtralForCausalLM", dict(architectures=["MixtralForCausalLM"])), ("quantization", dict(quantization_config={"bits": 4})),
+    ("sliding window", dict(use_sliding_window=True)), ("hidden_act gelu", dict(hidden_act="gelu")),
+    ("sliding window", dict(layer_types=["full_attention", "sliding_attention"])), ("vision_config", dict(vision_config={"a": 1})),
+    ("yarn", dict(rope_parameters={"rope_type": "yarn"})), ("yarn", dict(rope_parameters=None, rope_scaling={"type": "yarn"})),
+    ("num_experts", dict(num_experts=8)), ("num_experts", dict(num_local_experts=8))])
+def test_what_would_compute_something_else_is_refused_by_name(broken, named, change):
+    message = broken(lambda raw: raw.update(change))
+    assert "config.json: " in message and named in message and "not supported" in message
 
 
-def test_wrong_tensors_are_refused_by_name(folders, tmp_path):
+@pytest.mark.parametrize("key, value", [
+    ("tie_word_embeddings", "no"), ("attention_bias", 1), ("num_hidden_layers", True), ("num_key_value_heads", 0),
+    ("vocab_size", 10**15), ("num_hidden_layers", 10**6), ("hidden_size", "128"), ("max_position_embeddings", 512.0),
+    ("rms_norm_eps", float("nan")), ("rms_norm_eps", None), ("rope_theta", "1e4"), ("rope_theta", float("inf")),
+    ("num_key_value_heads", 3), ("head_dim", 7)])
+def test_values_that_python_would_take_are_refused_by_name(broken, key, value):
+    def edit(raw):
+        raw.pop("rope_parameters", None)
+        raw[key] = value
+    message = broken(edit)
+    assert "config.json: " in message and key in message
+
+
+@pytest.mark.parametrize("key", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])
+def test_a_scaled_rope_needs_all_its_numbers(broken, key):
+    for value in (None, "8", -1.0):
+        message = broken(lambda raw: raw.update(rope_parameters={**LLAMA3_ROPE, key: value}))
+        assert "config.json: " in message and key in message
+
+
+def test_wrong_tensors_are_refused_by_name(broken, tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
-    assert name in broken(folders, tmp_path / "a", edit_tensors=lambda t: t.pop(name))
-    assert "extra.weight" in broken(folders, tmp_path / "b", edit_tensors=lambda t: t.update({"extra.weight": t[name].clone()}))
-    message = broken(folders, tmp_path / "c", edit_tensors=lambda t: t.update({name: t[name][:-1].clone()}))
-    assert name in message and "(191, 128)" in message and "(192, 128)" in message
-    (tmp_path / "c" / "m" / "model.safetensors").write_bytes(b"\x08\0\0\0")
-    with pytest.raises(UserError, match="cannot be read"):
-        Policy.from_folder(tmp_path / "c" / "m")
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_sampler_logprobs_equal_the_packed_forward(folders, temperature):
-    policy = Policy.from_folder(folders("qwen3-tied")[0])
-    prompts = [t.tolist() for t in tokens_of([4, 9, 1]).split([4, 9, 1])]
-    drawn = sample(policy, prompts, 12, temperature, seeds=[1, 2, 3], eos_token_ids=[0, 5, 7])
-    for prompt, (ids, logps) in zip(prompts, drawn):
-        stream = torch.tensor(prompt + ids)
-        hidden = policy.packed(stream, [len(stream)])[len(prompt) - 1:-1]
-        expected, _ = token_logprobs(hidden, policy.head_weight, stream[len(prompt):], temperature)
-        assert torch.allclose(torch.tensor(logps), expected, atol=2e-5)
-        assert not set(ids[:-1]) & {0, 5, 7} and (len(ids) == 12 or ids[-1] in (0, 5, 7))
-
-
-def test_a_sample_depends_on_its_seed_alone(folders):
-    policy = Policy.from_folder(folders("qwen3-tied")[0])
-    prompts = [[3, 4, 5]] * 3
-    together = sample(policy, prompts, 8, 1.0, seeds=[7, 8, 7], eos_token_ids=[1])
-    alone = sample(policy, [prompts[0]], 8, 1.0, seeds=[7], eos_token_ids=[1])
-    assert together[0][0] == together[2][0] == alone[0][0] != together[1][0]
-
-
-def test_stop_strings_cut_samples_and_change_nothing_else(folders):
-    """Texts of the tokens are their numbers; "5" as a string is also in "15", which is where that sample ends."""
-    policy, asked = Policy.from_folder(folders("qwen3-tied")[0]), []
-
-    def completes(ids, stop):
-        asked.append(stop)
-        return any(string in " ".join(map(str, ids)) for string in stop)
-
-    arguments = dict(n=3, max_tokens=12, temperature=1.0, seeds=[1, 2, 3], eos_token_ids=[0])
-    engine, prompts = PolicySampler(policy, completes), [[3, 4, 5], [6], [7, 8]]
-    whole = engine.generate(prompts, **arguments)
-    assert not asked
-    ids = whole[0][0][0]
-    stop = [f"{ids[4]} {ids[5]}", "5"]
-    expected, cuts = [], set()
-    for group in whole:
-        expected.append([])
-        for ids, logps in group:
-            n = next((n for n in range(1, len(ids) + 1) if completes(ids[:n], stop)), len(ids))
-            cuts.add((n, n < len(ids)))
-            expected[-1].append((ids[:n], logps[:n]))
-    assert engine.generate(prompts, stop=stop, **arguments) == expected
-    assert len(cuts) > 2 and len(expected[0][0][0]) <= 6 and asked[-1] == stop
-
-
-def test_samples_follow_the_distribution(folders):
-    policy = Policy.from_folder(folders("llama-tied")[0])
-    with torch.no_grad():
-        p = (policy.packed(torch.tensor([3, 4]), [2])[-1] @ policy.head_weight.T).softmax(-1)
-    drawn = sample(policy, [[3, 4]] * 4000, 1, 1.0, seeds=list(range(4000)), eos_token_ids=[1])
-    counts = torch.bincount(torch.tensor([ids[0] for ids, _ in drawn]), minlength=160)
-    assert (counts / 4000 - p).abs().max() < 4 * (0.25 / 4000) ** 0.5  # four standard errors at worst
-    greedy = sample(policy, [[3, 4]], 1, 0.0, seeds=[0], eos_token_ids=[1])
-    assert greedy[0][0][0] == int(p.argmax())
+    assert name in broken(edit_tensors=lambda t: t.pop(name))
+    file = f"{tmp_path}/m/model.safetensors: "
+    message = broken(edit_tensors=lambda t: t.update({"extra.weight": t[name].clone()}))
+    assert message.startswith(file) and "extra.weight" in message
+    message = broken(edit_tensors=lambda t: t.update({name: t[name][:-1].clone()}))
+    assert message.startswith(file) and name in message and "(191, 128)" in message and "(192, 128)" in message
+    message = broken(edit_tensors=lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
+    assert message.startswith(file) and name in message and "quantized" in message
+    (tmp_path / "m/model.safetensors").write_bytes(b"\x08\0\0\0")
+    with pytest.raises(ValueError, match="model.safetensors: .*header"):
+        Policy.from_folder(tmp_path / "m")
+    (tmp_path / "m/model.safetensors").unlink()
+    with pytest.raises(ValueError, match="model.safetensors not found .*convert the .bin"):
+        Policy.from_folder(tmp_path / "m")
+    (tmp_path / "m/model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: "model-9.safetensors"}}))
+    with pytest.raises(ValueError, match="index.json: .*model-9.safetensors"):
+        Policy.from_folder(tmp_path / "m")
 
 
 def test_hub_ids_fetch_only_what_is_needed(monkeypatch, tmp_path):
@@ -233,13 +233,59 @@ def test_hub_ids_fetch_only_what_is_needed(monkeypatch, tmp_path):
     def no_network(name, allow_patterns):
         raise OSError("no route to host\nmore")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
-    with pytest.raises(UserError, match="no route to host.*hf download Qwen/Qwen2.5-0.5B --local-dir DIR"):
+    with pytest.raises(ValueError, match="no route to host.*hf download Qwen/Qwen2.5-0.5B --local-dir DIR"):
         checkpoint_folder("Qwen/Qwen2.5-0.5B")
 
     def time_out(name, allow_patterns):
         raise TimeoutError
     monkeypatch.setattr(huggingface_hub, "snapshot_download", time_out)
-    with pytest.raises(UserError, match="TimeoutError.*hf download"):
+    with pytest.raises(ValueError, match="TimeoutError.*hf download"):
         checkpoint_folder("Qwen/Qwen2.5-0.5B")
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(ValueError, match="no such folder"):
         checkpoint_folder("models/a/b")
+
+
+def test_counting_parameters_draws_no_random_numbers(folders):
+    policy = Policy.from_folder(folders("llama-biases")[0])
+    state = torch.get_rng_state()
+    parameter_count.cache_clear()
+    assert parameter_count(policy.config) == sum(p.numel() for p in policy.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---- The built-in demonstration ----------------------------------------------------------------------------
+
+def test_rows_of_the_built_in_tasks():
+    digits, sums = tiny.rows("digits"), tiny.rows("sums")
+    assert len(digits) == tiny.TASKS["digits"] == 100 and digits[75] == {"prompt": "7+5=", "answer": "12"}
+    assert len(sums) == 8100 and sums == tiny.rows("sums")
+    asked = {row["question"]: row["answer"] for row in sums}
+    assert len(asked) == 8100 and asked["What is 10 + 99? Answer with just the number."] == "109"
+    assert sums[0] == {"question": "What is 25 + 60? Answer with just the number.", "answer": "85"}  # shuffled, always so
+
+
+def test_the_tiny_model_is_a_function_of_its_seed(tmp_path, monkeypatch):
+    monkeypatch.setitem(tiny.WARM_START, "steps", 2)
+    written = []
+    for name, seed in ("a", 3), ("b", 3), ("c", 4):
+        tiny.write_tiny_model(tmp_path / name, seed)
+        written.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert written[0] == written[1] != written[2]
+
+
+def test_the_tiny_model_adds_wrong_more_often_than_right(tmp_path):
+    """Right answers are there to be found, but are not the rule."""
+    tiny.write_tiny_model(tmp_path, seed=3)
+    policy = Policy.from_folder(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer("0123456789+=").input_ids == list(range(12)) and tokenizer.eos_token_id == 12
+    assert tokenizer.decode([1, 2, 12, 13], skip_special_tokens=True) == "12"
+    right = []  # the probability of each right answer
+    for row in tiny.rows("digits"):
+        prompt, answer = tokenizer(row["prompt"]).input_ids, tokenizer(row["answer"]).input_ids + [12]
+        tokens = torch.tensor(prompt + answer)
+        with torch.no_grad():
+            hidden = policy.packed(tokens, [len(tokens)])[len(prompt) - 1:-1]
+            logp, _ = token_logprobs(hidden, policy.head_weight, torch.tensor(answer))
+        right.append(logp.sum().exp())
+    assert 0.02 < sum(right) / 100 < 0.5

@@ -1,6 +1,4 @@
-"""The sharded AdamW (L6, L7) against torch.optim.AdamW with one and two ranks; learning rates, the division
-of work and the command line against values worked out by hand.
-"""
+"""Learning rates, the division of work and the command line against values worked out by hand."""
 
 import itertools
 import random
@@ -9,161 +7,10 @@ import types
 
 import pytest
 import ranks
-import torch
-from ranks import SMALL_RATE, TOY, TOY_RATES, toy_gradients, toy_parameters
 
 import minigrpo
 from data import UserError
-from minigrpo import Config, Health, ShardedAdamW, World, balance, check, learning_rate_at, pack, parse
-
-
-def results(world):
-    return [r["adamw"] for r in ranks.results(world)]
-
-
-def summed_gradients(step, world, dtype):
-    """Of all ranks and both backward passes, added in double precision."""
-    parts = [toy_gradients(step, rank, part, dtype) for rank in range(world) for part in range(2)]
-    return [sum(g.double() for g in column) for column in zip(*parts)]
-
-
-def adamw(parameters, c, **more):
-    return torch.optim.AdamW(parameters, lr=1.0, betas=(c.adam_beta1, c.adam_beta2), eps=c.adam_epsilon,
-                             weight_decay=c.weight_decay, **more)
-
-
-# ---- ShardedAdamW ------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_equals_adamw_with_clipping(world):
-    """Weight decay, betas, epsilon, a new rate each step; steps that are clipped and steps that are not."""
-    module = toy_parameters(torch.float64)
-    oracle, norms = adamw(module, TOY), []
-    for step, rate in enumerate(TOY_RATES):
-        for p, g in zip(module, summed_gradients(step, world, torch.float64)):
-            p.grad = g
-        norms.append(torch.nn.utils.clip_grad_norm_(module, TOY.max_grad_norm).item())
-        oracle.param_groups[0]["lr"] = rate
-        oracle.step()
-    assert max(norms) > 10 * TOY.max_grad_norm and min(norms) < TOY.max_grad_norm
-    for result in results(world):
-        assert result["double"]["norms"] == pytest.approx(norms, rel=1e-12)
-        for got, want in zip(result["double"]["parameters"], module):
-            assert got.shape == want.shape and torch.allclose(got, want, rtol=1e-12, atol=1e-14)
-        assert result["double"]["gradients freed"]
-    assert max((p - q).abs().max() for p, q in zip(module, toy_parameters(torch.float64))) > 0.01
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_100_small_updates_move_bf16_weights_as_fp32_adamw_does(world):
-    """Each update is far below the spacing of bf16 numbers; AdamW on bf16 weights itself stands still."""
-    start = toy_parameters(torch.bfloat16)
-    exact = torch.nn.ParameterList([p.detach().float() for p in start])
-    stuck = toy_parameters(torch.bfloat16)
-    gradients = summed_gradients(0, world, torch.bfloat16)
-    for module in (exact, stuck):
-        oracle = adamw(module, SMALL_RATE)
-        oracle.param_groups[0]["lr"] = 1e-6
-        for _ in range(100):
-            for p, g in zip(module, gradients):
-                p.grad = g.to(p.dtype)
-            oracle.step()
-    flat = lambda tensors: torch.cat([t.detach().flatten().float() for t in tensors])
-    first, want = flat(start), flat(exact)
-    toward = -flat(gradients).sign()  # Adam with a constant gradient: the rate, against its sign
-    moved = lambda tensors: ((flat(tensors) - first) * toward)[first.abs() > 1e-3].mean().item()
-    assert moved(exact) == pytest.approx(1e-4, rel=1e-2) and abs(moved(stuck)) < 1e-5
-    for result in results(world):
-        got = result["bf16"]["parameters"]
-        assert all(p.dtype == torch.bfloat16 for p in got)
-        assert moved(got) == pytest.approx(1e-4, rel=0.1)
-        assert (flat(got) == want.bfloat16().float()).float().mean() > 0.99  # but for ties in the rounding
-        assert ((flat(got) - want).abs() <= want.abs() / 256 + 1e-9).all()
-        assert result["bf16"]["gradients freed"]
-
-
-def test_ranks_hold_the_same_weights_to_the_last_bit():
-    first, second = results(2)
-    for name in ("double", "bf16"):
-        assert all(torch.equal(a, b) for a, b in zip(first[name]["parameters"], second[name]["parameters"]))
-        assert first[name]["norms"] == second[name]["norms"]
-
-
-def test_micro_batches_add_up_in_fp32():
-    """256 gradients of 2**-9 beside one of 1: bf16, with 8 bits, would keep the 1."""
-    module = torch.nn.ParameterList([torch.zeros(3, dtype=torch.bfloat16)])
-    optimizer = ShardedAdamW(module, Config(max_grad_norm=1e9), World())
-    optimizer.begin()
-    for value in [1.0] + [2.0**-9] * 256:
-        (module[0] * value).sum().backward()
-    assert optimizer.step(0.0) == pytest.approx(1.5 * 3**0.5, rel=1e-6)
-
-
-def test_modules_keep_their_values_and_gradients_do_not_leak_between_steps():
-    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
-    before, x = [p.detach().clone() for p in module.parameters()], torch.randn(4, 3)
-    out = module(x)
-    optimizer = ShardedAdamW(module, Config(max_grad_norm=1e9), World())
-    assert torch.equal(module(x), out) and all(torch.equal(a, b) for a, b in zip(before, module.parameters()))
-    norms = []
-    for _ in range(2):
-        optimizer.begin()
-        module(x).sum().backward()
-        norms.append(optimizer.step(0.0))
-    assert norms[0] == pytest.approx(norms[1]) and optimizer.grads is None
-    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters()))  # a rate of 0 moves nothing
-    optimizer.begin()
-    module(x).sum().backward()
-    optimizer.step(1e-2)
-    assert not torch.equal(module(x), out)  # the module computes with the new weights
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_norm_that_is_not_finite_leaves_every_bit(value):
-    module = toy_parameters(torch.float32)
-    optimizer = ShardedAdamW(module, TOY, World())
-
-    def step(scale=1.0):
-        optimizer.begin()
-        sum((p * g).sum() * scale for p, g in zip(module, toy_gradients(0, 0, 0, torch.float32))).backward()
-        before = ranks.state_of(optimizer)
-        return optimizer.step(1e-2), ranks.same(before, ranks.state_of(optimizer))
-
-    assert step()[1] is False
-    norm, same = step(value)
-    assert norm != norm and same and optimizer.grads is None
-    norm, same = step()
-    assert norm > 0 and not same
-
-
-def test_shards_load_on_another_number_of_ranks(tmp_path):
-    """Written by 2 ranks, read by 1, 2, 3 and 5, whose shards end elsewhere."""
-    def shards(size):
-        made = []
-        for rank in range(size):
-            world = World.__new__(World)
-            world.rank, world.size = rank, size
-            made.append(ShardedAdamW(toy_parameters(torch.float32), TOY, world))
-        return made
-
-    def joined(parts):  # without the padding behind the last parameter, which depends on the number of ranks
-        length = parts[0].offsets[-1] + parts[0].parameters[-1].numel()
-        names = ("exp_avg", "exp_avg_sq")
-        return [torch.cat([p.master for p in parts])[:length],
-                *(torch.cat([p.state[n] for p in parts])[:length] for n in names)]
-
-    written, g = shards(2), torch.Generator().manual_seed(0)
-    for part in written:
-        part.state["step"].fill_(17)
-        for values in (part.master, part.state["exp_avg"], part.state["exp_avg_sq"]):
-            values.normal_(generator=g)
-        part.save(tmp_path)
-    for size in (1, 2, 3, 5):
-        read = shards(size)
-        for part in read:
-            part.load(tmp_path)
-            assert part.state["step"] == 17 and part.adam.state[part.master] is part.state
-        assert all(torch.equal(a, b) for a, b in zip(joined(written), joined(read)))
+from minigrpo import Config, Health, balance, check, learning_rate_at, pack, parse
 
 
 # ---- Learning rates ----------------------------------------------------------------------------------------
@@ -212,18 +59,6 @@ def test_division_loses_nothing_and_keeps_to_the_budget(seed):
         assert all(size <= budget or len(b) == 1 for size, b in zip(sizes, bins))
         assert sum(size <= budget / 2 for size in sizes) <= 1  # two half-empty ones would have been one
         assert bins == pack(list(lengths), budget)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_shares_are_contiguous_and_even(n):
-    for count in range(12):
-        shares = []
-        for rank in range(n):
-            world = World.__new__(World)
-            world.rank, world.size = rank, n
-            shares.append(world.share(list(range(count))))
-        assert list(itertools.chain(*shares)) == list(range(count))
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_sums_add_up_and_maxima_do_not():

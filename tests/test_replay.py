@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from test_colocate import torchrun
 
-import minigrpo
-from checkpoint import RecordedEngine, UserError, recorded_steps
-from minigrpo import Config, Health, parse
+import config
+from colocate import Completion
+from config import parse
+from engines import RecordedEngine, recorded_steps
+from minigrpo import Health
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = ["--max_steps", "4", "--prompts_per_step", "6", "--num_generations", "6", "--eval_steps", "2"]
@@ -113,6 +115,11 @@ def test_a_killed_replay_continues(recorded, tmp_path):
     assert rows(out) == rows(recorded) and weights(out) == weights(recorded)
 
 
+def steps_of(recorded, *flags) -> int:
+    c = parse([*FLAGS, "--replay", str(recorded), *map(str, flags)])
+    return recorded_steps(recorded, vars(c), c.max_steps)
+
+
 @pytest.mark.parametrize("flags, words", [
     (["--seed", 1], ["--seed 1", "recorded with 0"]),
     (["--prompts_per_step", 5], ["--prompts_per_step 5", "recorded with 6"]),
@@ -123,15 +130,21 @@ def test_a_killed_replay_continues(recorded, tmp_path):
     (["--data", "p.jsonl"], ["--data p.jsonl", "recorded with digits"]),
     (["--model", "other/model"], ["--model model", "recorded with tiny"])])
 def test_other_options_are_refused(recorded, flags, words):
-    with pytest.raises(UserError) as caught:
-        recorded_steps(parse([*FLAGS, "--replay", str(recorded), *map(str, flags)]))
+    with pytest.raises(ValueError) as caught:
+        steps_of(recorded, *flags)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_all_that_differs_is_said_at_once(recorded):
+    with pytest.raises(ValueError, match="--seed 1: .*; --temperature 0.5: .*; .* would be overwritten: give another --out"):
+        steps_of(recorded, "--seed", 1, "--temperature", 0.5, "--out", recorded)
+    assert steps_of(recorded) == 4 and steps_of(recorded, "--max_steps", 3) == 3
 
 
 @pytest.mark.parametrize("engine", ["--colocate", "--split"])
 def test_an_engine_beside_the_recorded_one_is_refused(engine):
-    with pytest.raises(minigrpo.UserError, match="--replay exclude"):
-        minigrpo.check(parse(["--replay", "run", engine]))
+    with pytest.raises(ValueError, match="--replay exclude"):
+        config.check(parse(["--replay", "run", engine]))
 
 
 def refused(out, *flags, words):
@@ -150,20 +163,19 @@ def broken(recorded, tmp_path) -> Path:
 def test_a_missing_step_is_named(recorded, tmp_path, step):
     copy = broken(recorded, tmp_path)
     (copy / f"rollouts/step_{step}.jsonl").unlink()
-    c = parse([*FLAGS, "--replay", str(copy)])
-    with pytest.raises(UserError, match=f"step {step}: record with --save_rollouts"):
-        recorded_steps(c)
-    c.max_steps = step
-    assert recorded_steps(c) == step  # those before it are there
+    with pytest.raises(ValueError, match=f"step {step}: record with --save_rollouts"):
+        steps_of(copy)
+    if step:
+        assert steps_of(copy, "--max_steps", step) == step  # those before it are there
 
 
 def test_no_rollouts_no_run_and_the_run_itself(recorded, tmp_path):
     copy = broken(recorded, tmp_path)
-    refused(copy, "--replay", copy, "--fresh", words=["written over", "--out"])
+    refused(copy, "--replay", copy, "--fresh", words=["overwritten", "--out"])
     assert rollouts(copy) == rollouts(recorded) and weights(copy) == weights(recorded)
     shutil.rmtree(copy / "rollouts")
     refused(tmp_path / "out", "--replay", copy, words=["step 0", "--save_rollouts"])
-    refused(tmp_path / "out", "--replay", tmp_path / "nowhere", words=["nowhere: no config.json", "--replay"])
+    refused(tmp_path / "out", "--replay", tmp_path / "nowhere", words=["--replay", "nowhere/config.json"])
 
 
 def test_a_replay_that_went_further_than_the_record_now_goes_is_one_line(recorded, tmp_path):
@@ -180,15 +192,15 @@ def ask(folder, step, **changes):
     r = json.loads((folder / f"rollouts/step_{step}.jsonl").read_bytes().splitlines()[0])
     asked = {"prompt_ids": r["prompt_ids"], "seed": r["seed"], **changes}
     engine = RecordedEngine(folder)
-    engine.wake({}, version=step)
+    engine.wake((), version=step)
     return engine.generate([asked["prompt_ids"]], n=6, seeds=[asked["seed"]], temperature=1.0)
 
 
 def test_it_answers_by_seed_and_prompt(recorded):
     want = [json.loads(line) for line in (recorded / "rollouts/step_1.jsonl").read_text().splitlines()[:6]]
-    assert ask(recorded, 1) == [[(r["completion_ids"], r["sampler_logps"]) for r in want]]
+    assert ask(recorded, 1) == [[Completion(r["completion_ids"], r["sampler_logps"]) for r in want]]
     for changes in ({"seed": 5}, {"seed": want[1]["seed"]}, {"prompt_ids": [3, 4]}):
-        with pytest.raises(UserError, match=r"rollouts/step_1\.jsonl has completions of other prompts"):
+        with pytest.raises(ValueError, match=r"rollouts/step_1\.jsonl has completions of other prompts"):
             ask(recorded, 1, **changes)
 
 
@@ -203,14 +215,35 @@ def test_damage_is_named(recorded, tmp_path, change):
     file = broken(recorded, tmp_path) / "rollouts/step_1.jsonl"
     first, second, *lines = file.read_text().splitlines()
     file.write_bytes("\n".join([first, change(second), *lines]).encode("latin-1"))
-    with pytest.raises(UserError, match=r"rollouts/step_1\.jsonl, line 2, is damaged"):
+    with pytest.raises(ValueError, match=r"rollouts/step_1\.jsonl, line 2, is damaged"):
         ask(tmp_path / "broken", 1)
 
 
+@pytest.mark.parametrize("text", ["{", "[" * 100000, "\xff", "[]", "3"])
+def test_a_damaged_config_is_named(recorded, tmp_path, text):
+    copy = broken(recorded, tmp_path)
+    (copy / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"broken/config\.json is not that of a run"):
+        steps_of(copy)
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda rows: rows[0].update(prompt_ids=[3]), ["step_2.jsonl has completions of other prompts"]),
+    (lambda rows: rows[5].pop("sampler_logps"), ["step_2.jsonl, line 6, is damaged"])])
+def test_a_later_step_is_read_before_the_first_update(recorded, tmp_path, damage, words):
+    """The rehearsal: nothing of the run was written when it is refused."""
+    file = broken(recorded, tmp_path) / "rollouts/step_2.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    damage(lines)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    refused(tmp_path / "out", "--replay", tmp_path / "broken", words=["--replay", *words])
+    assert not (tmp_path / "out/metrics.jsonl").exists() or not (tmp_path / "out/metrics.jsonl").read_text()
+
+
 def test_health_lets_the_gap_grow_in_a_replay():
-    for replay in ("", "runs/a"):
-        health, row = Health(Config(replay=replay)), {"entropy": 1.0, "reward": 0.0, "skipped_updates": 0, "broken_logprobs": 0,
-                                                      "trained_tokens": 9}
+    row = {"entropy": 1.0, "reward": 0.0, "skipped_updates": 0, "broken_logprobs": 0, "trained_tokens": 9}
+    for replay in (False, True):
+        health, warned = Health(max_skipped=10, replay=replay), []
         for step in range(12):
-            health.check({**row, "step": step, "logprob_gap/mean": 0.001 if step < 10 else 9.0})
-        assert health.suspicious == (0 if replay else 2)
+            warned += health.check({**row, "step": step, "logprob_gap/mean": 0.001 if step < 10 else 9.0}, [])
+        assert len(warned) == (0 if replay else 1)

@@ -145,7 +145,7 @@ def test_texts_of_tokens(tmp_path):
          rollout(2, completion_ids=ids[:5], sampler_logps=[-1.0] * 5)]))
     [shown] = embedded(tmp_path, run)["runs"]
     assert "No tokenizer" in shown["note"] and shown["rollouts"][0]["groups"][0][0]["texts"] is None
-    (run / "config.json").write_text(json.dumps({"model": "model"}))
+    (run / "config.json").write_text(json.dumps({"model": "model", "num_generations": 1}))
     texts = [group[0]["texts"] for group in embedded(tmp_path, run)["runs"][0]["rollouts"][0]["groups"]]
     assert texts == [wanted, ["a", "", "é"], ["a", "", "é", "", "\ufffd"]]  # the last was cut within 中
     shutil.move(tmp_path / "model/tokenizer.json", run / "latest")
@@ -163,7 +163,8 @@ def test_half_a_last_line_is_a_run_at_work(tmp_path):
 @pytest.mark.parametrize("file, text, said", [
     ("metrics.jsonl", None, "metrics.jsonl"),
     ("config.json", None, "config.json"),
-    ("config.json", '{"model": ', "config.json, line 1"),
+    ("config.json", '{"model": ', "config.json is damaged"),
+    ("config.json", '{"model": "m"}', "num_generations is missing"),
     ("metrics.jsonl", lines(ROWS[:1]) + '{"step": 1, "re\n' + lines(ROWS[1:]), "metrics.jsonl, line 2"),
     ("metrics.jsonl", lines([*ROWS, metric(3, reward="x")]), "metrics.jsonl, line 4"),
     ("metrics.jsonl", lines([metric(None)]), "metrics.jsonl, line 1"),

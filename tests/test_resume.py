@@ -8,15 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
-import torch
-
-from checkpoint import Run, UserError
-from minigrpo import Config, ShardedAdamW, World
-from model import Policy, write_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 KILLS = int(os.environ.get("MINIGRPO_KILLS", 3))
@@ -217,39 +211,6 @@ def test_other_options_and_changed_data_are_refused(tmp_path):
     assert changed.wait(60) == 1 and "changed since" in Path(f"{out}.log").read_text()
 
 
-def a_run(out, **options) -> Run:
-    return Run(Config(out=str(out), **options), types.SimpleNamespace(rank=0, size=1, gather=lambda value: [value],
-                                                                      meet=lambda stage: None))
-
-
-def test_other_options_are_refused_before_the_first_checkpoint_too(tmp_path):
-    run = a_run(tmp_path)
-    run.begin(9)
-    run.record({"step": 0})
-    run.lock.close()
-    with pytest.raises(UserError, match=r"other options \(learning_rate\)"):
-        a_run(tmp_path, learning_rate=1.0)
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
-    again = a_run(tmp_path, micro_batch_tokens=5)  # as after running out of memory
-    again.begin(9)
-    assert (tmp_path / "metrics.jsonl").read_text() == "" and again.state == {"step": 0}
-
-
-def test_the_last_checkpoint_is_never_away(tmp_path):
-    """Stopped in its last update a run has its last weights; to continue it only notes the result."""
-    run, thing = a_run(tmp_path, save_total_limit=1), types.SimpleNamespace(
-        weights=torch.zeros(4), master=torch.zeros(4), save=lambda folder, source=None: (folder / "w.bin").write_text("1"))
-    run.begin(1)
-    run.save(thing, thing, tmp_path, 1, stopped=True)
-    run.lock.close()
-    again = a_run(tmp_path, save_total_limit=1)
-    again.begin(1)
-    again.save(None, None, tmp_path, 1, finished=True)  # neither weights nor optimizer are touched
-    again.lock.close()
-    assert a_run(tmp_path).state == {"step": 1, "finished": True}
-    assert (tmp_path / "latest/w.bin").exists() and not list(tmp_path.glob("**/*partial*"))
-
-
 def test_ranks_end_when_torchrun_is_gone(tmp_path):
     out = tmp_path / "run"
     process = start(out)
@@ -260,42 +221,6 @@ def test_ranks_end_when_torchrun_is_gone(tmp_path):
     process.wait()
     wait_for(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and "minigrpo" in Path(f"/proc/{pid}/cmdline").read_text()
                              for pid in ranks), 10)
-
-
-class Part(World):
-    """One of several ranks, without the others."""
-
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size, self.cuda = rank, size, False
-
-
-def test_shards_are_cut_anew_for_another_number_of_ranks(tmp_path):
-    from data import Tokenizer, write_digits_tokenizer
-    write_digits_tokenizer(tmp_path)
-    write_tiny_model(tmp_path, Tokenizer(tmp_path), 0)
-
-    def optimizer(rank, size, folder=tmp_path):
-        return ShardedAdamW(Policy.from_folder(folder), Config(), Part(rank, size))
-
-    whole = optimizer(0, 1)
-    for name, tensor in {"master": whole.master, **whole.state}.items():
-        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + len(name))
-    tmp_path = tmp_path / "optimizer"
-    tmp_path.mkdir()
-    whole.save(tmp_path)
-    size = sum(-(-p.numel() // 64) * 64 for p in whole.parameters)
-    for world in (3, 2, 1):  # each reads what the one before wrote
-        parts = [optimizer(rank, world) for rank in range(world)]
-        for part in parts:
-            part.load(tmp_path)
-        for file in tmp_path.iterdir():
-            file.unlink()
-        for part in parts:
-            part.save(tmp_path)
-        for name in ("master", "exp_avg", "exp_avg_sq"):
-            got = torch.cat([{"master": part.master, **part.state}[name] for part in parts])[:size]
-            assert torch.equal(got, torch.arange(size).float() + len(name))
-        assert all(part.state["step"] == 4.0 for part in parts)
 
 
 def test_killed_with_the_real_engine_it_ends_bitwise_the_same(tmp_path):

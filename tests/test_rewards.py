@@ -1,12 +1,15 @@
-"""rewards.py: what each built-in reward gives, and that nothing a reward function does can stop a run."""
+"""rewards.py: what each built-in reward gives, and that nothing a reward function does can stop a run.
+
+Starting a worker takes 0.1 s, so tests share workers; none depends on how fast the machine is: where a function has to
+be late, it never ends.
+"""
 
 import ast
 import functools
-import json
+import itertools
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,9 +24,10 @@ from types import SimpleNamespace
 import pytest
 
 import rewards
-from rewards import Group, Scorer, UserError, countdown, gsm8k, length, math
+from rewards import BUILTINS, Group, Scorer, countdown, gsm8k, length_reward, math_answer
 
 MODULE = Path(rewards.__file__)
+PATIENT = 100  # a time limit that only an endless function reaches
 
 
 def one(function, completion, *golds):
@@ -31,8 +35,33 @@ def one(function, completion, *golds):
     return reward
 
 
+def wrong(function, rows):
+    """Those of the rows (completion, gold values, reward) whose reward is another one."""
+    return [(row, got) for *row, reward in rows if (got := one(function, *row)) != reward]
+
+
 def group(*completions, prompt="q", **columns):
     return Group(prompt, list(completions), [[1] * (i + 1) for i in range(len(completions))], columns)
+
+
+def scored(scorer, *groups):
+    """The rewards of each group."""
+    return [scores.rewards for scores in scorer.score(list(groups))]
+
+
+def wait_for(condition):
+    end = time.monotonic() + PATIENT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def gone(pid):
+    """Whether the process has ended (a zombie has)."""
+    try:
+        return Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 @pytest.fixture
@@ -47,7 +76,7 @@ def write(tmp_path):
     return write
 
 
-# ---- built-ins
+# ---- Built-ins ---------------------------------------------------------------------------------------------
 
 GSM8K = [  # completion, gold, reward
     ("It is 72.", "48/2=<<48/2=24>>24\n#### 72", 1),
@@ -90,12 +119,6 @@ GSM8K = [  # completion, gold, reward
     ("12", "10 to 12", None),
     ("72 dollars", "72 dollars", 1),
 ]
-
-
-@pytest.mark.parametrize("completion, gold, reward", GSM8K)
-def test_gsm8k(completion, gold, reward):
-    assert one(gsm8k, completion, gold) == reward
-
 
 MATH = [
     # where the answer is
@@ -184,12 +207,6 @@ MATH = [
     (r"\boxed{5 pi}", r"5\pi", 1),
 ]
 
-
-@pytest.mark.parametrize("completion, gold, reward", MATH)
-def test_math(completion, gold, reward):
-    assert one(math, completion, gold) == reward
-
-
 COUNTDOWN = [  # completion, nums, target, reward
     ("<answer>(4 + 2) * 4</answer>", [4, 4, 2], 24, 1),
     ("<answer>(4 + 2) * 4 = 24</answer>", [4, 4, 2], 24, 1),
@@ -220,14 +237,13 @@ COUNTDOWN = [  # completion, nums, target, reward
     ("<answer>" + "(" * 240 + "24" + ")" * 240 + "</answer>", [24], 24, 0),  # deeper than the parser goes
     ("+".join(["1"] * 300), [1] * 300, 300, 0),  # longer than any puzzle
     ("<answer></answer>", [24], 24, 0),
+    ("<answer>+24</answer>", [24], 24, 0),  # a sign +
+    ("<answer>4 * + 6</answer>", [4, 6], 24, 0),
+    ("<answer>2(12)</answer>", [2, 12], 24, 0),
+    ("<answer>()</answer>", [24], 24, 0),
+    ("<answer>08 + 16</answer>", [8, 16], 24, 0),
     ("", [24], 24, 0),
 ]
-
-
-@pytest.mark.parametrize("completion, nums, target, reward", COUNTDOWN)
-def test_countdown(completion, nums, target, reward):
-    assert one(countdown, completion, nums, target) == reward
-
 
 FORMAT = [
     ("<think>a</think><answer>b</answer>", 1),
@@ -248,19 +264,21 @@ FORMAT = [
 ]
 
 
-@pytest.mark.parametrize("completion, reward", FORMAT)
-def test_format(completion, reward):
-    assert rewards.format([completion]) == [reward]
+def test_built_ins():
+    assert wrong(gsm8k, GSM8K) == []
+    assert wrong(math_answer, MATH) == []
+    assert wrong(countdown, COUNTDOWN) == []
+    assert wrong(BUILTINS["format"], FORMAT) == []
 
 
 def test_length():
-    right, wrong = r"\boxed{4}", r"\boxed{5}"
+    right, mistaken = r"\boxed{4}", r"\boxed{5}"
     ids = [[0] * n for n in (10, 20, 30, 10, 30)]
-    scored = length([right, right, right, wrong, wrong], ["4"] * 5, completion_ids=ids)
-    assert scored == [0.5, 0.0, -0.5, 0.0, -0.5]  # a short wrong answer earns nothing
-    assert length([right, wrong], ["4"] * 2, completion_ids=[[0], [1]]) == [0.0, 0.0]  # all equally long
-    assert length([right, right + " " * 9], ["4"] * 2) == [0.5, -0.5]  # characters without ids
-    assert length([right, right], [None] * 2, completion_ids=[[0], [1, 2]]) == [None, None]
+    judged = length_reward([right, right, right, mistaken, mistaken], ["4"] * 5, completion_ids=ids)
+    assert judged == [0.5, 0.0, -0.5, 0.0, -0.5]  # a short wrong answer earns nothing
+    assert length_reward([right, mistaken], ["4"] * 2, completion_ids=[[0], [1]]) == [0.0, 0.0]  # all equally long
+    assert length_reward([right, right + " " * 9], ["4"] * 2) == [0.5, -0.5]  # characters without ids
+    assert length_reward([right, right], [None] * 2, completion_ids=[[0], [1, 2]]) == [None, None]
 
 
 def test_overlong():
@@ -271,20 +289,18 @@ def test_overlong():
     papers = [[0] * n for n in (16384, 18432, 20480)]
     assert rewards.overlong(papers, SimpleNamespace(max_completion_length=20480)) == [0.0, -0.5, -1.0]
     assert rewards.overlong([[0] * 256, [0] * 204], SimpleNamespace(max_completion_length=256)) == [-1.0, 0.0]
-    with Scorer(["overlong"]) as scorer:
+    with Scorer(["overlong"], workers=0) as scorer:
         scorer.state["max_completion_length"] = 20
-        [scores] = scorer.score([Group("p", [""] * 8, ids, {})])
-    assert scores.rewards == expected
+        assert scored(scorer, Group("p", [""] * 8, ids, {})) == [expected]
 
 
-BUILTIN_CALLS = {
+TEXT_REWARDS = {  # all but overlong, which looks at token ids alone
     "gsm8k": {"answer": "24"},
     "math": {"answer": "24"},
     "length": {"answer": "24"},
     "format": {},
     "countdown": {"nums": [20, 4], "target": 24},
 }
-TEXT_REWARDS = [name for name in rewards.BUILTINS if name != "overlong"]  # which looks at token ids alone
 
 
 @pytest.mark.parametrize("name", TEXT_REWARDS)
@@ -296,20 +312,20 @@ def test_builtins_take_messages_and_never_look_at_the_prompt(name):
         __iter__ = __len__ = __getitem__ = __str__ = None
 
     texts = ["24", "20+4", "<think>a</think><answer>20 + 4</answer>", "25", ""]
-    columns = {key: [value] * 5 for key, value in BUILTIN_CALLS[name].items()}
+    columns = {key: [value] * 5 for key, value in TEXT_REWARDS[name].items()}
 
     def call(completions):
-        return rewards.BUILTINS[name](prompts=Untouchable(), completions=completions, **columns)
+        return BUILTINS[name](prompts=Untouchable(), completions=completions, **columns)
 
     assert call([[{"role": "assistant", "content": text}] for text in texts]) == call(texts)
     assert any(call(texts))
 
 
-@pytest.mark.parametrize("gold", [None, "", " ", "####", r"\boxed{", r"\boxed{}", "$", r"\text{}", "."])
-@pytest.mark.parametrize("completion", ["", "0", "None", r"\boxed{}", "####", "<answer></answer>", "."])
-def test_an_unparseable_gold_never_scores(gold, completion):
-    assert one(gsm8k, completion, gold) is None
-    assert one(math, completion, gold) is None
+def test_an_unparseable_gold_never_scores():
+    golds = (None, "", " ", "####", r"\boxed{", r"\boxed{}", "$", r"\text{}", ".")
+    completions = ("", "0", "None", r"\boxed{}", "####", "<answer></answer>", ".")
+    rows = [(completion, gold, None) for completion, gold in itertools.product(completions, golds)]
+    assert wrong(gsm8k, rows) == wrong(math_answer, rows) == []
 
 
 def test_a_countdown_row_without_target_is_an_error_of_its_completions():
@@ -319,29 +335,26 @@ def test_a_countdown_row_without_target_is_an_error_of_its_completions():
 
 
 LONG = 25_000
-ADVERSARIAL = [
-    text * LONG for text in ("1,", "1 ", "1/", "1.", ". ", "{", "}", "(", "-", ".", "#", "^{", "x=", "\n")
-]
-ADVERSARIAL += [
-    text * 5000 for text in (r"\boxed{", r"\boxed", "<answer>", "<think>", r"\text{", r"\frac{1}")
-]
-ADVERSARIAL += [text * 5000 for text in ("123,456,", "<think>a</think><answer>")]
-ADVERSARIAL += [" " * LONG + "x", "9" * LONG + "x", "1" + " " * LONG + "x"]
+HOSTILE_TEXTS = [text * LONG for text in ("1,", "1 ", "1/", "1.", ". ", "{", "}", "(", "-", ".", "#", "^{", "x=", "\n")]
+HOSTILE_TEXTS += [text * 5000 for text in (r"\boxed{", r"\boxed", "<answer>", "<think>", r"\text{", r"\frac{1}")]
+HOSTILE_TEXTS += [text * 5000 for text in ("123,456,", "<think>a</think><answer>")]
+HOSTILE_TEXTS += [" " * LONG + "x", "9" * LONG + "x", "1" + " " * LONG + "x"]
 
 
-@pytest.mark.parametrize("name", TEXT_REWARDS)
-def test_builtins_take_no_time_on_hostile_text(name):
-    columns = {key: [value] for key, value in BUILTIN_CALLS[name].items()}
-    for text in ADVERSARIAL:
-        for completion in (text, r"\boxed{" + text + "}", "<think>" + text, "<answer>" + text + "</answer>"):
-            start = time.process_time()
-            [reward] = rewards.BUILTINS[name](completions=[completion], **columns)
-            assert reward == 0.0
-            assert time.process_time() - start < 1, (name, completion[:30])
+def test_builtins_take_no_time_on_hostile_text():
+    """A text with which a regex explodes takes years; others take 20 ms, and where the whole group is late on a busy
+    machine, each gets the time limit for itself."""
+    texts = []
+    for text in HOSTILE_TEXTS:
+        texts += [text, r"\boxed{" + text + "}", "<think>" + text, "<answer>" + text + "</answer>"]
+    row = {key: value for columns in TEXT_REWARDS.values() for key, value in columns.items()}
+    names = [name for name in TEXT_REWARDS if name != "length"]  # which asks math
+    with Scorer(names, timeout=20) as scorer:
+        [scores] = scorer.score([group(*texts, **row)])
+    assert scores.parts == {name: [0.0] * len(texts) for name in names} and not scorer.failures
 
 
-# ---- against math-verify and reasoning-gym
-
+# ---- Against math-verify and reasoning-gym -----------------------------------------------------------------
 
 def spellings(value):
     """Ways in which a language model writes a rational number."""
@@ -421,7 +434,7 @@ def test_math_against_math_verify():
     math_verify = pytest.importorskip("math_verify")
     rng = random.Random(0)
     pairs = []  # gold, answer, whether they are equal
-    for _ in range(600):
+    for _ in range(200):
         value = Fraction(
             rng.choice([rng.randint(-20, 20), rng.randint(-9999, 99999)]),
             rng.choice([1, 1, 1, 2, 3, 4, 5, 8]),
@@ -430,15 +443,15 @@ def test_math_against_math_verify():
         gold = rng.choice(spellings(value))
         pairs += [(gold, rng.choice(spellings(value)), True) for _ in range(2)]
         pairs += [(gold, rng.choice(spellings(other)), other == value)]
-    for i, some in enumerate(CLASSES):
-        for j, others in enumerate(CLASSES):
-            pairs += [
-                (gold, answer, i == j) for gold in some for answer in (others if i == j else others[:2])
-            ]
-    assert len(pairs) > 3000
+    for some, others in itertools.product(CLASSES, CLASSES):
+        if some is others:
+            pairs += [(gold, answer, True) for gold, answer in itertools.product(some, some)]
+        else:
+            pairs.append((some[0], others[0], False))
+    assert len(pairs) > 1000
     seen, parse = Counter(), functools.cache(math_verify.parse)
     for gold, answer, equal in pairs:
-        ours = one(math, f"So the answer is \\boxed{{{answer}}}.", gold)
+        ours = one(math_answer, f"So the answer is \\boxed{{{answer}}}.", gold)
         theirs = float(
             math_verify.verify(parse(f"\\boxed{{{gold}}}"), parse(f"So the answer is \\boxed{{{answer}}}."))
         )
@@ -464,7 +477,7 @@ def arithmetic_answers(entry, rng):
 
 def test_countdown_against_reasoning_gym():
     gym = pytest.importorskip("reasoning_gym")
-    data = gym.create_dataset("countdown", seed=9, size=200, min_numbers=3, max_numbers=5)
+    data = gym.create_dataset("countdown", seed=9, size=100, min_numbers=3, max_numbers=5)
     rng, seen = random.Random(1), Counter()
     for entry in data:
         for answer in arithmetic_answers(entry, rng):
@@ -477,7 +490,7 @@ def test_countdown_against_reasoning_gym():
                 rule = "another operator" if theirs and ("//" in answer or "**" in answer) else rule
             assert rule, (answer, meta, ours, theirs)
             seen[rule] += 1
-    assert sum(seen.values()) > 3000 and seen["agree"] > 0.8 * sum(seen.values()), seen
+    assert sum(seen.values()) > 1000 and seen["agree"] > 0.8 * sum(seen.values()), seen
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "decimal_chain_sum"])
@@ -503,10 +516,13 @@ def test_gsm8k_against_reasoning_gym(task):
                 assert ours == 1.0 and answer.startswith("It is"), (gold, answer)
 
 
-# ---- TRL's functions
+# ---- Functions of users ------------------------------------------------------------------------------------
 
-TRL = """
+FUNCTIONS = """
 import re
+from decimal import Decimal
+
+# Written for TRL.
 
 def reward_len(completions, **kwargs):
     return [-abs(20 - len(completion)) for completion in completions]
@@ -516,9 +532,11 @@ def correctness(prompts, completions, solution, **kwargs):
     assert all(c[0]["role"] == "assistant" for c in completions) and prompts[0][-1]["role"] == "user"
     return [1.0 if re.search(rf"= {s}$", c) else 0.0 for c, s in zip(contents, solution)]
 
-def everything(
-    prompts, completions, completion_ids, trainer_state, log_extra, log_metric, answer, level, tags, **kwargs
-):
+def turns(prompts, completions, **kwargs):
+    return [float([m["role"] for m in [*p, *c]] == ["user", "assistant"] * 2 and p[2]["content"] == "And 2 + 2?")
+            for p, c in zip(prompts, completions)]
+
+def everything(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, answer, level, tags, **kwargs):
     assert all(len(column) == 2 for column in (prompts, completions, completion_ids, answer, level, tags))
     assert kwargs == {"nothing": [None, None]}, kwargs
     assert level == [3, 3] and tags == [["a", "b"]] * 2
@@ -540,98 +558,39 @@ instance = Callable()
 def no_kwargs(completions, answer):
     return [float(c == a) for c, a in zip(completions, answer)]
 
-def only_math(completions, kind, **kwargs):
-    return [1.0 if k == "math" else None for k in kind]
-
-def turns(prompts, completions, **kwargs):
-    return [float([m["role"] for m in [*p, *c]] == ["user", "assistant"] * 2 and p[2]["content"] == "And 2 + 2?")
-            for p, c in zip(prompts, completions)]
+def only_level_3(completions, level, **kwargs):
+    return [1.0 if k == 3 else None for k in level]
 
 def greedy(tags, **kwargs):
     return [float(t.pop() == "b") for t in tags]
-"""
 
+def destroys(completions, prompts, completion_ids, trainer_state, **kwargs):
+    for value in [*completion_ids, *prompts, completion_ids, prompts]:
+        value.clear()
+    return [float(len(c)) for c in completions]
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_functions_written_for_trl(write, workers):
-    path = write(TRL)
-    chat = [{"role": "user", "content": "1 + 1"}]
+def count(completions, **kwargs):
+    return [len(completions)] * len(completions)
 
-    def score(name, scored, **state):
-        with Scorer([f"{path}:{name}"], workers=workers) as scorer:
-            scorer.state.update(state)
-            return scorer.score([scored])[0].rewards
+# None and failures.
 
-    assert score("reward_len", group("x" * 20, "x" * 17)) == [0, -3]
-    assert score("correctness", group("1 + 1 = 2", "= 3", prompt=chat, solution="2")) == [1, 0]
-    several = [*chat, {"role": "assistant", "content": "2"}, {"role": "user", "content": "And 2 + 2?"}]
-    assert score("turns", group("4", "5", prompt=several)) == [1, 1] and score("turns", group("4", prompt=chat)) == [0]
-    row = {"answer": "a", "level": 3, "tags": ["a", "b"], "nothing": None}
-    assert score("everything", group("a", "b", **row), global_step=7) == [8, 9]
-    assert score("slow", group("a", "b")) == [0.25, 0.25]
-    assert score("instance", group("a", "b")) == [0.5, 0.5]
-    with pytest.raises(UserError, match="no_kwargs.*unexpected keyword argument.*columns: answer"):
-        score("no_kwargs", group("a", "b", answer="a"))  # as under TRL
-    assert score("only_math", group("a", "b", kind="math")) == [1, 1]
-    assert score("only_math", group("a", "b", kind="code")) == [None, None]
-    tags = ["a", "b"]
-    assert score("greedy", group("a", "b", tags=tags)) == [1, 1]  # each completion has a list of its own
-    assert tags == ["a", "b"]
-
-
-def test_a_function_gets_one_whole_group_a_call(write):
-    path = write("""
-        def count(completions, **kwargs):
-            return [len(completions)] * len(completions)
-        """)
-    with Scorer([f"{path}:count"]) as scorer:
-        scored = scorer.score([group("a", "b", "c"), group("d")])
-    assert [s.rewards for s in scored] == [[3, 3, 3], [1]]
-
-
-# ---- several functions
-
-PARTS = """
-def one(completions, **kwargs):
+def has_one(completions, **kwargs):
     return [1.0 if "one" in c else None for c in completions]
 
-def two(completions, **kwargs):
+def has_two(completions, **kwargs):
     return [2.0 if "two" in c else None for c in completions]
 
 def bad(completions, **kwargs):
     return [1 / 0 if "raise" in c else float("nan") if "nan" in c else 1.0 for c in completions]
-"""
 
+def missing(completions, **kwargs):
+    total = len(completions)
+    return [c.missing / total for c in completions]
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_weights_none_and_failures(write, workers):
-    path = write(PARTS)
-    with Scorer([f"{path}:one", f"{path}:two"], weights=[1, 0.5], workers=workers) as scorer:
-        [scores] = scorer.score([group("one two", "one", "two", "")])
-    # None from one function: it does not apply. None from all: no reward.
-    assert scores.rewards == [2.0, 1.0, 1.0, None]
-    assert scores.parts == {"one": [1, 1, None, None], "two": [2, None, 2, None]}
-    assert not scorer.failures
-    with Scorer([f"{path}:one", f"{path}:bad"], workers=workers) as scorer:
-        [scores] = scorer.score([group("one", "one raise", "one nan")])
-    # A failure is not "does not apply": what the other function says is not the whole reward.
-    assert scores.rewards == [2.0, None, None]
-    assert scores.parts == {"one": [1, 1, 1], "bad": [1, None, None]}
-    assert scorer.failures == {"exception: bad: ZeroDivisionError": 1, "nan: bad": 1}
+def needs_solution(completions, solution, **kwargs):
+    return [1.0] * len(completions)
 
-
-def test_names(write):
-    first, second = (
-        write("def f(completions, **kw): return [1] * len(completions)"),
-        write("def f(completions, **kw): return [2] * len(completions)", "other.py"),
-    )
-    with Scorer([f"{first}:f", f"{second}:f", "format"]) as scorer:
-        [scores] = scorer.score([group("a")])
-    assert scores.parts == {f"{first}:f": [1], f"{second}:f": [2], "format": [0]}
-
-
-VALUES = """
-from decimal import Decimal
+# Values.
 
 class Scalar:  # what numpy scalars and tensors have in common
     def __init__(self, value): self.value = value
@@ -644,56 +603,111 @@ class Tensor:
 class Several:
     def __float__(self): raise RuntimeError("a Tensor with 2 elements cannot be converted to Scalar")
 
-def good(completions, **kw): return [True, False, 3, 0.5, Scalar(2.5), Decimal("0.25"), None]
+def good(completions, **kw): return [True, False, 3, 0.5, Scalar(2.5), Decimal("0.25"), None][:len(completions)]
 def tensor(completions, **kw): return Tensor([1.0] * len(completions))
 def tupled(completions, **kw): return tuple(1 for _ in completions)
 def generated(completions, **kw): return (1 for _ in completions)
-def odd(completions, **kw): return [float("nan"), float("inf"), -float("inf"), "1.0", [1], Several(), 1.0]
+def odd(completions, **kw): return [float("nan"), float("inf"), -float("inf"), "1.0", [1], Several(), 1.0][:len(completions)]
 def sometimes(completions, **kw): return [1.0] if "short" in completions[0] else [1.0] * len(completions)
 def short(completions, **kw): return [1.0]
 def nothing(completions, **kw): pass
 def number(completions, **kw): return 1.0
 def text(completions, **kw): return ["1"] * len(completions)
 """
+CHAT = [{"role": "user", "content": "1 + 1"}]
+
+
+@pytest.fixture
+def scorer_of(write):
+    """Makes a Scorer of functions in FUNCTIONS; closes it."""
+    path, made = write(FUNCTIONS), []
+
+    def scorer_of(*names, **options):
+        made.append(Scorer([f"{path}:{name}" for name in names], **options))
+        return made[-1]
+
+    yield scorer_of
+    for scorer in made:
+        scorer.close()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_values(write, workers, capfd):
-    path = write(VALUES)
+def test_functions_written_for_trl(scorer_of, workers):
+    tags = ["a", "b"]
+    row = {"answer": "a", "level": 3, "tags": tags, "nothing": None}
+    scorer = scorer_of("reward_len", "everything", "slow", "instance", "only_level_3", "greedy", "count", workers=workers)
+    scorer.state["global_step"] = 7
+    [scores] = scorer.score([group("x" * 20, "x" * 17, **row)])
+    assert scores.parts == {
+        "reward_len": [0, -3], "everything": [8, 9], "slow": [0.25, 0.25], "instance": [0.5, 0.5], "only_level_3": [1, 1],
+        "greedy": [1, 1],  # each completion has a list of its own
+        "count": [2, 2],  # one whole group a call
+    }
+    assert tags == ["a", "b"] and not scorer.failures
 
-    def score(name, *groups):
-        with Scorer([f"{path}:{name}"], workers=workers) as scorer:
-            return [s.rewards for s in scorer.score(list(groups))], scorer.failures, capfd.readouterr().err
+    scorer = scorer_of("correctness", "turns", "count", workers=workers)
+    several = [*CHAT, {"role": "assistant", "content": "2"}, {"role": "user", "content": "And 2 + 2?"}]
+    first, second = scorer.score([
+        group("1 + 1 = 2", "= 3", prompt=CHAT, solution="2"), group("2 + 2 = 4", prompt=several, solution="4")])
+    assert first.parts == {"correctness": [1, 0], "turns": [0, 0], "count": [2, 2]}
+    assert second.parts == {"correctness": [1], "turns": [1], "count": [1]}
 
-    seven = group(*"abcdefg")
-    assert score("good", seven) == ([[1, 0, 3, 0.5, 2.5, 0.25, None]], {}, "")
-    for name in ("tensor", "tupled", "generated"):
-        assert score(name, seven)[0] == [[1] * 7]
-    values, failures, said = score("odd", seven)
-    assert values == [[None] * 6 + [1]]
-    assert failures == {"nan: odd": 1, "inf: odd": 2, "type: odd": 3}
-    assert [line.split(". ")[0] for line in said.splitlines()] == [
+
+def test_a_function_that_changes_what_it_is_given_changes_nothing(scorer_of):
+    asked = Group(CHAT, ["a", "b"], [[1, 2], [3]], {})
+    scorer = scorer_of("destroys", workers=0)
+    assert scored(scorer, asked) == [[1.0, 1.0]] == scored(scorer, asked)
+    assert asked == Group([{"role": "user", "content": "1 + 1"}], ["a", "b"], [[1, 2], [3]], {})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_weights_none_and_failures(scorer_of, workers):
+    scorer = scorer_of("has_one", "has_two", "bad", weights=[1, 0.5, 0], workers=workers)
+    [scores] = scorer.score([group("one two", "one", "two", "", "one raise", "one nan")])
+    # None from one function: it does not apply. A failure is not that: what the others say is not the whole reward.
+    assert scores.rewards == [2.0, 1.0, 1.0, 0.0, None, None]
+    assert scores.parts == {
+        "has_one": [1, 1, None, None, 1, 1], "has_two": [2, None, 2, None, None, None], "bad": [1, 1, 1, 1, None, None]}
+    assert scorer.failures == {"exception: bad: ZeroDivisionError": 1, "nan: bad": 1}
+
+
+def test_none_from_all_functions_is_no_reward(scorer_of, capfd):
+    scorer = scorer_of("has_one", "has_two", workers=0)
+    assert scored(scorer, group("one two", "")) == [[3.0, None]] and not scorer.failures
+    assert capfd.readouterr().err == ""
+    scorer = scorer_of("has_one", "has_two", workers=0)
+    assert scored(scorer, group("two", "")) == [[2.0, None]]
+    assert "mine.py:has_one: None for all completions of its first batch" in capfd.readouterr().err
+
+
+def test_names(write):
+    first = write("def f(completions, **kw): return [1] * len(completions)")
+    second = write("def f(completions, **kw): return [2] * len(completions)", "other.py")
+    with Scorer([f"{first}:f", f"{second}:f", "format"], workers=0) as scorer:
+        [scores] = scorer.score([group("a")])
+    assert scores.parts == {f"{first}:f": [1], f"{second}:f": [2], "format": [0]}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_values(scorer_of, workers, capfd):
+    scorer = scorer_of("good", "tensor", "tupled", "generated", "odd", "sometimes", workers=workers)
+    all_seven, few, single = scorer.score([group(*"abcdefg"), group("short", "b"), group("c")])
+    assert all_seven.parts == {
+        "good": [1, 0, 3, 0.5, 2.5, 0.25, None], "tensor": [1] * 7, "tupled": [1] * 7, "generated": [1] * 7,
+        "odd": [None] * 6 + [1], "sometimes": [1] * 7}
+    assert few.parts["sometimes"] == [None, None] and single.parts["sometimes"] == [1]
+    assert scorer.failures == {"nan: odd": 3, "inf: odd": 3, "type: odd": 3, "length: sometimes": 2}
+    said = capfd.readouterr().err.splitlines()
+    assert [line.split(". ")[0] for line in said] == [
         "rewards: nan: odd: it returned nan",
         "rewards: inf: odd: it returned inf",
         "rewards: type: odd: it returned a str for a number",
+        "rewards: length: sometimes: it returned 1 values for 2 completions",
     ]  # each cause once
-    values, failures, said = score("sometimes", group("a", "b"), group("short", "b"), group("c"))
-    assert values == [[1, 1], [None, None], [1]]
-    assert (
-        failures == {"length: sometimes": 2} and "sometimes: it returned 1 values for 2 completions" in said
-    )
-    # Wrong on every completion of the first call: the function is wrong.
-    for name, why in [
-        ("short", "1 values for 7"),
-        ("nothing", "NoneType"),
-        ("number", "float"),
-        ("text", "a str"),
-    ]:
-        with pytest.raises(UserError, match=f"{name}: failed on all completions.*{why}"):
-            score(name, seven)
 
 
 def test_numpy_and_torch_values(write):
+    """Also that torch can be imported under the memory limit."""
     pytest.importorskip("torch")
     pytest.importorskip("numpy")
     path = write("""
@@ -702,27 +716,27 @@ def test_numpy_and_torch_values(write):
         def tensor(completions, **kw): return torch.arange(len(completions))
         def scalars(completions, **kw): return [torch.tensor(1.5), numpy.bool_(True), torch.tensor([[2.0]])]
         """)
-    with Scorer([f"{path}:{name}" for name in ("array", "tensor", "scalars")]) as scorer:
+    with Scorer([f"{path}:{name}" for name in ("array", "tensor", "scalars")], timeout=PATIENT) as scorer:
         [scores] = scorer.score([group("a", "b", "c")])
     assert scores.parts == {"array": [0, 1, 2], "tensor": [0, 1, 2], "scalars": [1.5, 1, 2]}
 
 
-# ---- hostile functions
+# ---- Hostile functions -------------------------------------------------------------------------------------
 
 HOSTILE = r"""
-import ctypes, os, re, subprocess, sys, time
+import ctypes, os, re, signal, subprocess, sys, time
 
 def act(text):
     if text == "loop":
         while True: pass
-    if text == "sleep": time.sleep(1000)
+    if text == "sleep": time.sleep(100000)
     if text == "regex": re.match(r"(a+)+$", "a" * 60 + "b")
     if text == "power": 9 ** 9 ** 9
     if text == "print":
-        for _ in range(100): print("x" * 1_000_000)
-        os.write(1, b'[[9.0, null, ""]]\n')
-        subprocess.run(["echo", '[[9.0, null, ""]]'])
-        sys.__stdout__.write('[[9.0, null, ""]]\n')
+        for _ in range(10): print("x" * 1_000_000)
+        os.write(1, b'[[9.0, "", "", ""]]\n')
+        subprocess.run(["echo", '[[9.0, "", "", ""]]'])
+        sys.__stdout__.write('[[9.0, "", "", ""]]\n')
     if text == "input": assert sys.stdin.read() == ""
     if text == "exit": os._exit(3)
     if text == "sys.exit": sys.exit("bye")
@@ -739,6 +753,9 @@ def act(text):
     if text == "signal": os.kill(os.getpid(), 40)
     if text == "raise": raise KeyError("no such\\nkey")
     if text == "silent": raise Unspeakable()
+    if text == "call the parent":
+        os.kill(os.getppid(), signal.SIGUSR1)
+        while True: pass
     return 1.0
 
 class Unspeakable(Exception):
@@ -746,14 +763,19 @@ class Unspeakable(Exception):
 
 def act2(text): return act2(text)
 
-def f(completions, **kwargs):
+def f(completions, log, **kwargs):
+    for path in log[:1]:  # one line a call: who worked on what
+        with open(path, "a") as file:
+            print(os.getpid(), *completions, sep=" ", file=file)
+    if "together" in completions and len(completions) > 1: time.sleep(100000)
+    if completions == ["child"]:
+        child = subprocess.Popen(["sleep", "100000"])
+        with open(log[0] + ".child", "w") as file:
+            print(child.pid, file=file)
+        child.wait()
     return [act(text) for text in completions]
 """
 CAUSES = {
-    "loop": "timeout: f",
-    "sleep": "timeout: f",
-    "regex": "timeout: f",
-    "power": "timeout: f",
     "print": None,
     "input": None,
     "exit": "crash: f: exit code 3",
@@ -769,78 +791,73 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("deed", CAUSES)
-def test_hostile_functions_cost_only_the_culprit(write, deed, monkeypatch, capfd):
+@pytest.fixture
+def hostile(write, tmp_path):
+    """The path of HOSTILE's function and a function that makes groups for it. Each of its calls adds a line to `log`."""
+    return f"{write(HOSTILE)}:f", functools.partial(group, log=str(tmp_path / "log"))
+
+
+def calls(tmp_path):
+    """The calls of HOSTILE's function so far: [pid, completions...] each."""
+    return [line.split(" ") for line in (tmp_path / "log").read_text().splitlines()]
+
+
+def test_hostile_functions_cost_only_the_culprit(hostile, monkeypatch, capfd):
+    spec, group = hostile
     monkeypatch.setattr(rewards, "MEMORY_LIMIT", 300 << 20)
-    with Scorer([f"{write(HOSTILE)}:f"], timeout=0.5 if CAUSES[deed] == "timeout: f" else 10) as scorer:
-        before, first, second = scorer.score([group("a"), group("b", deed, "c"), group("d", "e")])
-    culprit = 1 if CAUSES[deed] is None else None
-    assert [before.rewards, first.rewards, second.rewards] == [[1], [1, culprit, 1], [1, 1]]
-    assert scorer.failures == ({} if CAUSES[deed] is None else {CAUSES[deed]: 1})
-    said = capfd.readouterr().err  # one warning, and not what the function printed
-    assert said.count("\n") == len(scorer.failures) and len(said) < 1000
+    with Scorer([spec], timeout=PATIENT) as scorer:
+        first, *between, last = scored(scorer, group("a"), *[group("b", deed, "c") for deed in CAUSES], group("d", "e"))
+        assert first == [1] and last == [1, 1]
+        expected = {deed: [1, 1 if cause is None else None, 1] for deed, cause in CAUSES.items()}
+        assert dict(zip(CAUSES, between)) == expected
+        assert scorer.failures == Counter(cause for cause in CAUSES.values() if cause)
+        said = capfd.readouterr().err  # one warning for each cause, and not what the function printed
+        assert said.count("\n") == len(scorer.failures) and len(said) < 500 * len(scorer.failures)
 
-
-def test_the_c_stack(write):
-    """How deep nesting ends depends on the Python version; the run goes on in every one."""
-    with Scorer([f"{write(HOSTILE)}:f"], timeout=5) as scorer:
-        [first] = scorer.score([group("a", "stack", "b")])
-    assert first.rewards[::2] == [1, 1]
-    assert first.rewards[1] is None and sum(scorer.failures.values()) == 1
-
-
-def test_several_culprits_and_a_group_of_one(write):
-    with Scorer([f"{write(HOSTILE)}:f"], timeout=5) as scorer:
-        scored = scorer.score([group("exit", "a", "raise", "crash"), group("exit"), group("a")])
-        assert [s.rewards for s in scored] == [[None, 1, None, None], [None], [1]]
-        assert scorer.failures == {
-            "crash: f: exit code 3": 2,
-            "exception: f: KeyError": 1,
-            "crash: f: Segmentation fault": 1,
-        }
-        scorer.score([group("exit")])
+        assert scored(scorer, group("exit", "a", "raise", "crash"), group("exit"), group("a")) == [[None, 1, None, None], [None], [1]]
         assert scorer.failures["crash: f: exit code 3"] == 3  # counted since the beginning
+        assert capfd.readouterr().err == ""
+
+        # How deep nesting ends depends on the Python version; the run goes on in every one.
+        before = scorer.failures.total()
+        assert scored(scorer, group("a", "stack", "b")) == [[1, None, 1]] and scorer.failures.total() == before + 1
 
 
-def test_a_slow_group_of_fast_completions_is_scored(write):
-    path = write("""
-        import time
-        def f(completions, **kwargs):
-            time.sleep(0.25 * len(completions))
-            return [1.0] * len(completions)
-        """)
-    with Scorer([f"{path}:f"], timeout=0.6) as scorer:
-        assert scorer.score([group("a", "b", "c")])[0].rewards == [1, 1, 1]
-    assert not scorer.failures
+def test_late_functions(hostile, tmp_path):
+    """An endless function costs its completion the reward and at most five time limits a group."""
+    spec, group = hostile
+    with Scorer([spec], timeout=0.5) as scorer:
+        # Late as a group, and in time for each completion.
+        assert scored(scorer, group("together", "a", "b")) == [[1, 1, 1]] and not scorer.failures
+        assert scored(scorer, group("child")) == [[None]]
+        assert gone((tmp_path / "log.child").read_text())  # what it started is killed with it
+        before = len(calls(tmp_path))
+        assert scored(scorer, group("a", "loop", "sleep", "regex", "power", "b", "c")) == [[1] + [None] * 6]
+        assert scorer.failures == {"timeout: f": 7}
+        # The group, then one by one until four were late: the others are not even tried.
+        asked = [completions for _, *completions in calls(tmp_path)[before:]]
+        assert asked[1:] == [["a"], ["loop"], ["sleep"], ["regex"], ["power"]]
+        assert scored(scorer, group("a", "b")) == [[1, 1]]
 
 
-def test_a_timeout_kills_what_the_function_started(write, tmp_path):
-    path = write("""
-        import subprocess
-        def f(completions, pidfile, **kwargs):
-            child = subprocess.Popen(["sleep", "1000"])
-            open(pidfile[0], "w").write(str(child.pid))
-            child.wait()
-        """)
-    with Scorer([f"{path}:f"], timeout=0.5) as scorer:
-        assert scorer.score([group("a", pidfile=str(tmp_path / "pid"))])[0].rewards == [None]
-    assert gone(int((tmp_path / "pid").read_text()))
+def test_ctrl_c_leaves_the_scorer_usable(hostile):
+    spec, group = hostile
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    old = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with Scorer([spec], timeout=PATIENT) as scorer:
+            assert scored(scorer, group("a")) == [[1]]
+            with pytest.raises(KeyboardInterrupt):
+                scorer.score([group("call the parent")])
+            assert scored(scorer, group("a", "b")) == [[1, 1]] and not scorer.failures  # and not a reply that came late
+    finally:
+        signal.signal(signal.SIGUSR1, old)
 
 
-def gone(pid, seconds=5):
-    """True once the process has ended (a zombie has)."""
-    end = time.time() + seconds
-    while time.time() < end:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.02)
-    return False
-
-
-# ---- workers
+# ---- Workers -----------------------------------------------------------------------------------------------
 
 PROBE = """
 import os, resource, sys, time
@@ -849,139 +866,72 @@ def pid(completions, **kwargs): return [os.getpid()] * len(completions)
 def torch(completions, **kwargs): return ["torch" in sys.modules] * len(completions)
 def gpu(completions, **kwargs): return [os.environ["CUDA_VISIBLE_DEVICES"] == ""] * len(completions)
 def memory(completions, **kwargs): return [resource.getrlimit(resource.RLIMIT_DATA)[0]] * len(completions)
-def nap(completions, **kwargs):
-    start = time.time()
-    time.sleep(0.6)
-    return [start] * len(completions)
-def crash(completions, **kwargs): return [os.getpid() if "a" in c else os._exit(1) for c in completions]
+def json(completions, day, tags, **kwargs): return [float(day == ["2024-01-02"] and tags == [{"a": "é\\ud800"}])]
+def both(completions, here, **kwargs):  # ends once two groups are worked on
+    open(os.path.join(here[0], str(os.getpid())), "w").close()
+    while len(os.listdir(here[0])) < 2: time.sleep(0.01)
+    return [float(os.getpid())] * len(completions)
 """
 
 
-def score_first(scorer, *groups):
-    return [s.rewards[0] for s in scorer.score(list(groups) or [group("a")])]
-
-
-def test_a_worker_starts_once_and_again_after_a_crash(write):
-    with Scorer([f"{write(PROBE)}:crash"]) as scorer:
-        pids = [score_first(scorer)[0] for _ in range(20)]
-        assert len(set(pids)) == 1 and pids[0] != os.getpid()
-        assert score_first(scorer, group("b")) == [None]
-        assert score_first(scorer)[0] not in (pids[0], os.getpid(), None)
-
-
-def test_a_worker_that_died_while_idle_is_replaced(write):
-    with Scorer([f"{write(PROBE)}:pid"]) as scorer:
-        [first] = score_first(scorer)
-        os.kill(int(first), signal.SIGKILL)
-        assert gone(int(first))
-        [second, third] = scorer.score([group("a", "b")])[0].rewards
-        assert first != second == third and not scorer.failures
-
-
-def test_a_worker_has_no_gpu_no_torch_and_a_memory_limit(write):
-    with Scorer([f"{write(PROBE)}:{name}" for name in ("torch", "gpu", "memory")]) as scorer:
-        [scores] = scorer.score([group("a")])
-    assert scores.parts == {"torch": [0], "gpu": [1], "memory": [rewards.MEMORY_LIMIT]}
-
-
-def test_calls_are_cheap():
-    with Scorer(["gsm8k", "format"]) as scorer:
-        groups = [group(*["It is 72."] * 16, answer="#### 72")] * 50
-        scorer.score(groups)
-        start = time.perf_counter()
-        scorer.score(groups)
-    assert time.perf_counter() - start < 3.0  # 100 calls; as many starts would take longer
-
-
-def test_workers_score_groups_at_the_same_time(write):
+def test_a_worker_starts_once_and_again_after_it_ended(write):
+    """It has no GPU, no torch and a memory limit, and gets columns that JSON does not know."""
     path = write(PROBE)
-    with Scorer([f"{path}:nap", f"{path}:pid"], workers=2) as scorer:
-        scorer.score([group("a"), group("b")])  # starts the second
-        one, two, three = [scores.parts for scores in scorer.score([group("a"), group("b"), group("c")])]
-    assert abs(one["nap"][0] - two["nap"][0]) < 0.6 < three["nap"][0] - one["nap"][0]
-    assert one["pid"] == three["pid"] != two["pid"]  # the same shares each time
-
-
-def test_order_with_several_workers(write):
-    with Scorer(["gsm8k"], workers=3) as scorer:
-        groups = [group(str(i), str(i + 1), answer=str(i + i % 2)) for i in range(10)]
-        assert [s.rewards for s in scorer.score(groups)] == [[1, 0], [0, 1]] * 5
-        assert scorer.score([]) == []
-
-
-def test_workers_0_scores_here(write):
-    path = write(PROBE + PARTS)
-    with Scorer([f"{path}:pid"], workers=0) as scorer:
-        assert score_first(scorer) == [os.getpid()]
-    with Scorer([f"{path}:bad"], workers=0) as scorer:
-        assert scorer.score([group("a", "raise", "nan")])[0].rewards == [1, None, None]
-        assert scorer.failures == {"exception: bad: ZeroDivisionError": 1, "nan: bad": 1}
-
-
-def test_the_users_file_is_not_imported_here(write, tmp_path):
-    path = write(
-        f"import os, json\njson.dump(os.getpid(), open({str(tmp_path / 'who')!r}, 'w'))\n"
-        "def f(completions, **kw): return [0.0]"
-    )
-    with Scorer([f"{path}:f"]):
-        assert json.loads((tmp_path / "who").read_text()) != os.getpid()
-
-
-def test_close_ends_the_workers(write):
-    with Scorer([f"{write(PROBE)}:pid"], workers=2) as scorer:
-        pids = score_first(scorer, group("a"), group("b"))
-    assert all(gone(int(pid)) for pid in pids)
+    with Scorer([f"{path}:{name}" for name in ("pid", "torch", "gpu", "memory", "json")], timeout=PATIENT) as scorer:
+        asked = group("a", day=date(2024, 1, 2), tags={"a": "é\ud800"})
+        parts = [scores.parts for scores in scorer.score([asked] * 20)]
+        first = int(parts[0]["pid"][0])
+        assert first != os.getpid() and f"reward:{path}" not in sys.modules  # the file is not imported here
+        assert parts == [
+            {"pid": [first], "torch": [0], "gpu": [1], "memory": [rewards.MEMORY_LIMIT], "json": [1]}] * 20
+        os.kill(first, signal.SIGKILL)  # while it is idle: costs no reward
+        wait_for(lambda: gone(first))
+        [second], [third] = [scores.parts["pid"] for scores in scorer.score([asked] * 2)]
+        assert second == third not in (first, os.getpid()) and not scorer.failures
+    wait_for(lambda: gone(second))
     scorer.close()  # twice is fine
 
 
-@pytest.mark.parametrize("deed", ["idle", "loop", "regex"])
-def test_workers_end_when_the_parent_is_killed(write, deed):
+def test_several_workers(write, tmp_path):
+    here = tmp_path / "pids"
+    here.mkdir()
+    with Scorer([f"{write(PROBE)}:both", "gsm8k"], timeout=PATIENT, workers=2) as scorer:
+        groups = [group("0", "1", answer=str(i % 3), here=str(here)) for i in range(10)]
+        parts = [scores.parts for scores in scorer.score(groups)]
+        assert [part["gsm8k"] for part in parts] == ([[1, 0], [0, 1], [0, 0]] * 4)[:10]  # in order
+        pids = [part["both"][0] for part in parts]
+        assert len(set(pids)) == 2 and pids == pids[:2] * 5  # fixed shares
+        assert [scores.parts["both"][0] for scores in scorer.score(groups[:5])] == pids[:5]  # the same ones each time
+        assert scorer.score([]) == [] and not scorer.failures
+    for pid in pids[:2]:
+        wait_for(lambda: gone(pid))
+
+
+def test_workers_0_scores_here(write):
+    with Scorer([f"{write(PROBE)}:pid"], workers=0) as scorer:
+        assert scored(scorer, group("a")) == [[os.getpid()]]
+
+
+def test_workers_end_when_the_parent_is_killed(hostile, tmp_path):
+    spec, group = hostile
+    deeds = ["a", "loop", "regex"]  # the first worker is idle soon
     code = f"""
         import sys
         sys.path.insert(0, {str(MODULE.parent)!r})
         from rewards import Group, Scorer
-        scorer = Scorer([{write(HOSTILE) + ":f"!r}], timeout=1000)
-        print(scorer._workers[0].process.pid, flush=True)
-        scorer.score([Group("q", [{deed!r}], [[1]], {{}})])
-        input()
+        scorer = Scorer([{spec!r}], timeout=100000, workers=3)
+        scorer.score([Group(*values) for values in {[tuple(group(deed)) for deed in deeds]}])
         """
-    parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    worker = int(parent.stdout.readline())
-    time.sleep(0.3)
-    assert not gone(worker, 0.05)
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
+    wait_for(lambda: (tmp_path / "log").exists() and len(calls(tmp_path)) == 3)
+    workers = [pid for pid, _ in calls(tmp_path)]
+    assert not any(map(gone, workers))
     parent.kill()
-    assert gone(worker)
-    parent.communicate()
+    wait_for(lambda: all(map(gone, workers)))
+    parent.wait()
 
 
-def test_ctrl_c_leaves_the_scorer_usable(write):
-    with Scorer([f"{write(HOSTILE)}:f"], timeout=20) as scorer:
-        scorer.score([group("a")])
-        old = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                scorer.score([group("loop")])
-        finally:
-            signal.signal(signal.SIGALRM, old)
-        start = time.perf_counter()
-        assert scorer.score([group("a", "b")])[0].rewards == [1, 1]
-        assert time.perf_counter() - start < 15  # the loop was ended and not waited for
-
-
-def test_columns_that_json_does_not_know(write):
-    path = write("""
-        def f(completions, day, tags, **kwargs):
-            return [float(day == ["2024-01-02"] and tags == [{"a": "é\\ud800"}])]
-        """)
-    with Scorer([f"{path}:f"]) as scorer:
-        assert score_first(scorer, group("a", day=date(2024, 1, 2), tags={"a": "é\ud800"})) == [1]
-
-
-# ---- mistakes of people
-
+# ---- Mistakes of people ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_mistakes_in_specs_are_told_at_once(write, tmp_path, workers):
@@ -989,148 +939,93 @@ def test_mistakes_in_specs_are_told_at_once(write, tmp_path, workers):
     broken = write("import math\n\nfrom nowhere import nothing\n", "broken.py")
     syntax = write("def f(:\n  pass\n", "syntax.py")
     leaves = write("import sys\nsys.exit(4)\n", "leaves.py")
-    for specs, said in [
-        (
-            ["gsm9k"],
-            "--reward gsm9k: not known; give gsm8k, math, countdown, format, length, overlong or path/file",
-        ),
-        ([good], "not known"),
-        ([f"{tmp_path}/none.py:f"], "none.py:f.*No such file"),
-        ([f"{good}:g"], r"mine.py has no function 'g'"),
-        ([f"{good}:value"], "no function 'value'"),
-        (
-            [f"{broken}:f"],
-            r"ModuleNotFoundError: No module named 'nowhere' \(.*broken.py, line 3: from nowhere",
-        ),
+    built_ins = "gsm8k, math, countdown, format, length, overlong"
+    rows = [
+        (["gsm9k"], f"^gsm9k: no such function; give {built_ins} or path/file.py:function"),
+        (["gsm8k", f"{broken}:f"], r"broken.py:f cannot be imported: ModuleNotFoundError: No module named 'nowhere' "
+                                   r"\(.*broken.py, line 3: from nowhere"),
+        ([good], "mine.py: no such function"),
+        ([f"{good}:g"], "mine.py:g: no such function"),
+        ([f"{good}:value"], "mine.py:value: no such function"),
+        ([f"{tmp_path}/none.py:f"], "none.py:f cannot be imported.*No such file"),
         ([f"{syntax}:f"], r'syntax.py", line 1.*SyntaxError'),
         ([f"{leaves}:f"], r"SystemExit: 4 \(.*leaves.py, line 2"),
-        ([], "at least one function"),
-        (["gsm8k", "gsm8k"], "none twice"),
-    ]:
-        with pytest.raises(UserError, match=said):
+    ]
+    for specs, said in rows[:2] if workers else rows:  # that of a worker is passed on
+        with pytest.raises(ValueError, match=said):
             Scorer(specs, workers=workers)
-    for wrong in ([1.0], [1.0, 2.0, 3.0], [1.0, float("nan")]):
-        with pytest.raises(UserError, match="--reward_weights.*one finite number for each"):
-            Scorer(["gsm8k", "format"], weights=wrong, workers=workers)
-    for options in ({"timeout": 0}, {"timeout": float("inf")}, {"workers": -1}):
-        with pytest.raises(UserError, match="--reward_timeout.*--reward_workers"):
-            Scorer(["gsm8k"], **options)
+
+
+def test_mistakes_in_other_arguments():
+    for arguments, said in [
+        (dict(specs=[]), "at least one reward function"),
+        (dict(specs=["gsm8k", "gsm8k"]), "none twice"),
+        (dict(specs=["gsm8k", "format"], weights=[1.0]), "one finite number for each"),
+        (dict(specs=["gsm8k", "format"], weights=[1.0, 2.0, 3.0]), "one finite number for each"),
+        (dict(specs=["gsm8k", "format"], weights=[1.0, float("nan")]), "one finite number for each"),
+        (dict(specs=["gsm8k"], timeout=0), "timeout 0"),
+        (dict(specs=["gsm8k"], timeout=float("inf")), "timeout inf"),
+        (dict(specs=["gsm8k"], workers=-1), "workers -1"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            Scorer(**arguments)
 
 
 def test_an_import_that_crashes_or_hangs(write, monkeypatch):
     crash, hang = write("import os\nos._exit(5)"), write("while True: pass", "hang.py")
-    with pytest.raises(UserError, match="while importing, the process ended \\(exit code 5\\)"):
+    with pytest.raises(ValueError, match=r"mine.py:f: while importing, the process ended \(exit code 5\)"):
         Scorer([f"{crash}:f"])
     monkeypatch.setattr(rewards, "LOAD_SECONDS", 0.5)
-    with pytest.raises(UserError, match="while importing, it took over 0.5 s"):
+    with pytest.raises(ValueError, match="hang.py:f: while importing, it took over 0.5 s"):
         Scorer([f"{hang}:f"])
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_function_that_is_simply_broken(write, workers):
-    path = write("""
-        def f(completions, **kwargs):
-            total = len(completions)
-            return [c.missing / total for c in completions]
-
-        def g(completions, solution, **kwargs):
-            return [1.0] * len(completions)
-
-        def h(completions, **kwargs):
-            return [1.0 if c == "fine" else 1 / 0 for c in completions]
-        """)
-    with Scorer([f"{path}:f"], workers=workers) as scorer:
-        scorer.score([])
-        with pytest.raises(
-            UserError, match=r"mine.py:f: .*AttributeError: 'str'.*mine.py, line 4: return \[c.missing"
-        ):
-            scorer.score([group("a", "b"), group("c")])
-    with Scorer(["format", f"{path}:g"], workers=workers) as scorer:
-        with pytest.raises(UserError, match=r"mine.py:g: .*'solution'.*columns: question, answer"):
-            scorer.score([group("a", question="q", answer="a")])
-    with Scorer([f"{path}:h"], workers=workers) as scorer:  # it works on one completion, so it works
-        assert scorer.score([group("a", "b"), group("fine")])[0].rewards == [None, None]
-        assert scorer.score([group("a", "b")])[0].rewards == [None, None]
-    with Scorer([f"{path}:h"], workers=workers) as scorer:  # only the first call is held against it
-        scorer.score([group("fine")])
-        assert scorer.score([group("a", "b")])[0].rewards == [None, None]
-        assert scorer.failures == {"exception: h: ZeroDivisionError": 2}
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_function_that_fails_on_all_of_its_first_batch_is_refused(scorer_of, workers):
+    scorer = scorer_of("missing", workers=workers)
+    assert scorer.score([]) == []
+    said = r"mine.py:missing failed on all completions of its first batch: AttributeError: 'str'.*mine.py, line \d+: return \[c.missing"
+    with pytest.raises(ValueError, match=said):
+        scorer.score([group("a", "b"), group("c")])
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_function_that_changes_what_it_is_given_changes_nothing(write, workers):
-    path = write("""
-        def f(completions, prompts, completion_ids, trainer_state, **kwargs):
-            for value in [*completion_ids, *prompts, completion_ids, prompts]:
-                value.clear()
-            return [float(len(c)) for c in completions]
-        """)
-    asked = Group([{"role": "user", "content": "q"}], ["a", "b"], [[1, 2], [3]], {})
-    with Scorer([f"{path}:f"], workers=workers) as scorer:
-        assert scorer.score([asked])[0].rewards == [1.0, 1.0] == scorer.score([asked])[0].rewards
-    assert asked == Group([{"role": "user", "content": "q"}], ["a", "b"], [[1, 2], [3]], {})
-
-
-def test_a_function_that_always_hangs_costs_five_time_limits_a_group(write):
-    path = write("import time\ndef f(completions, **kw): time.sleep(60)")
-    with Scorer([f"{path}:f"], timeout=0.2) as scorer:
-        start = time.monotonic()
-        assert scorer.score([group(*"abcdefghijklmnop")])[0].rewards == [None] * 16
-        assert scorer.failures == {"timeout: f": 16} and time.monotonic() - start < 16 * 0.2 + 2
+def test_what_is_refused_and_what_is_not(scorer_of):
+    for name, why in [
+        ("needs_solution", "'solution'.*columns: question, answer"),
+        ("no_kwargs", "unexpected keyword argument.*columns: question, answer"),  # as under TRL
+        ("short", "1 values for 7"),
+        ("nothing", "NoneType"),
+        ("number", "float"),
+        ("text", "a str"),
+    ]:
+        with pytest.raises(ValueError, match=f"{name} failed on all completions.*{why}"):
+            scorer_of(name, workers=0).score([group(*"abcdefg", question="q", answer="a")])
+    scorer = scorer_of("bad", workers=0)  # it works on one completion, so it works
+    assert scored(scorer, group("raise", "raise"), group("fine")) == [[None, None], [1]]
+    assert scored(scorer, group("raise", "raise")) == [[None, None]]  # only the first call is held against it
+    assert scorer.failures == {"exception: bad: ZeroDivisionError": 4}
 
 
 def test_a_file_may_import_its_neighbours_and_be_called_like_a_module(write):
     write("bonus = 2.0", "model.py")
-    path = write(
-        "import model\ndef f(completions, **kw): return [model.bonus] * len(completions)", "rewards.py"
-    )
+    path = write("import model\ndef f(completions, **kw): return [model.bonus] * len(completions)", "rewards.py")
     ours = sys.modules.pop("model", None)
     for workers in (0, 1):
         with Scorer([f"{path}:f", "format"], workers=workers) as scorer:
-            assert scorer.score([group("a")])[0].rewards == [2.0]
+            assert scored(scorer, group("a")) == [[2.0]]
     assert sys.modules["rewards"] is rewards
     sys.modules.pop("model", None)
     if ours:
         sys.modules["model"] = ours
 
 
-# ---- the module
+# ---- The module --------------------------------------------------------------------------------------------
 
-
-def test_copied_alone_it_works(tmp_path):
-    shutil.copy(MODULE, tmp_path)
-    code = r"""
-        from rewards import Group, Scorer
-        with Scorer(["math", "format"], weights=[1.0, 0.2], timeout=30, workers=2) as scorer:
-            group = Group("1/4 + 1/4?", [r"\boxed{1/2}", "0.4"], [[5, 6], [7]], {"answer": "0.5"})
-            print(scorer.score([group])[0].rewards)
-        """
-    (tmp_path / "use.py").write_text(textwrap.dedent(code))
-    done = subprocess.run(
-        [sys.executable, "use.py"], cwd=tmp_path, capture_output=True, text=True, timeout=30
-    )
-    assert (done.stdout, done.stderr) == ("[1.0, 0.0]\n", "")
-
-
-def test_standard_library_only_and_no_side_effects(tmp_path):
+def test_standard_library_only_and_no_side_effects():
     names = set()
     for node in ast.walk(ast.parse(MODULE.read_text())):
         names |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
         names |= {node.module} if isinstance(node, ast.ImportFrom) else set()
     assert {name.partition(".")[0] for name in names} <= set(sys.stdlib_module_names)
-    done = subprocess.run(
-        [sys.executable, "-c", "import rewards"], cwd=MODULE.parent, capture_output=True, timeout=30
-    )
+    done = subprocess.run([sys.executable, "-c", "import rewards"], cwd=MODULE.parent, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
-    alone = subprocess.run([sys.executable, MODULE], capture_output=True, text=True, timeout=30)
-    assert alone.returncode == 1 and "with Scorer([" in alone.stderr  # run by itself it says how it is used
-
-
-def test_a_worker_that_was_ended_while_idle_costs_no_reward():
-    with Scorer(["math"]) as scorer:
-        group = Group("?", ["It is 2"], [[1]], {"answer": "2"})
-        assert scorer.score([group])[0].rewards == [1.0]
-        process = scorer._workers[0].process
-        process.kill()
-        time.sleep(0.2)
-        assert scorer.score([group])[0].rewards == [1.0] and scorer._workers[0].process is not process

@@ -1,5 +1,5 @@
-"""What is sampled when: dynamic sampling's replacements and evaluation's estimators, against values worked
-out by hand or by going over all cases.
+"""What is sampled, and when: the policy's own sampler, dynamic sampling's replacements and evaluation's estimators,
+against the packed forward pass, values worked out by hand, or all cases gone over.
 """
 
 import itertools
@@ -12,17 +12,115 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from checkpoints import write_checkpoint
 
+import colocate
+import engines
+from config import Config, check
 from data import Prompt, PromptSet, prompt_indices, sample_seed
-from minigrpo import (
-    Config, Inputs, UserError, World, check, eval_metrics, evaluate, generate_rollouts, replace_dull_groups,
-    score_rollouts)
+from engines import PolicySampler, draw, sample
+from minigrpo import Inputs, draw_prompts, eval_metrics, evaluate, generate_rollouts, resample_groups, score_rollouts
+from model import Policy, token_logprobs
 from rewards import Scores
+from sharded import World
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = SimpleNamespace(eos_token_ids=[9], decode=str)
 PROMPTS = [Prompt(f"p{i}", [i], {"answer": str(i)}) for i in range(30)]
 
+
+# ---- The policy samples for itself -------------------------------------------------------------------------
+
+class Numbers:
+    """A tokenizer: the text of a token is its number and a space."""
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens is False
+        return "".join(f"{token} " for token in ids)
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory):
+    made = {}
+    for family in ("qwen3-tied", "llama-tied"):
+        folder = tmp_path_factory.mktemp(family)
+        write_checkpoint(folder, family)
+        made[family] = Policy.from_folder(folder)
+    return made
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_sampler_logprobs_equal_the_packed_forward(policies, temperature):
+    policy = policies["qwen3-tied"]
+    tokens = torch.randint(0, 160, (14,), generator=torch.Generator().manual_seed(0))
+    prompts = [t.tolist() for t in tokens.split([4, 9, 1])]
+    drawn = sample(policy, prompts, 12, temperature, seeds=[1, 2, 3], eos_token_ids=[0, 5, 7])
+    for prompt, (ids, logps) in zip(prompts, drawn):
+        stream = torch.tensor(prompt + ids)
+        hidden = policy.packed(stream, [len(stream)])[len(prompt) - 1:-1]
+        expected, _ = token_logprobs(hidden, policy.head_weight, stream[len(prompt):], temperature)
+        assert torch.allclose(torch.tensor(logps), expected, atol=2e-5)
+        assert not set(ids[:-1]) & {0, 5, 7} and (len(ids) == 12 or ids[-1] in (0, 5, 7))
+
+
+def test_a_sample_depends_on_its_seed_alone(policies):
+    policy, prompts = policies["qwen3-tied"], [[3, 4, 5]] * 3
+    together = sample(policy, prompts, 8, 1.0, seeds=[7, 8, 7], eos_token_ids=[1])
+    alone = sample(policy, [prompts[0]], 8, 1.0, seeds=[7], eos_token_ids=[1])
+    assert together[0].token_ids == together[2].token_ids == alone[0].token_ids != together[1].token_ids
+
+
+def test_completion_i_draws_with_the_seed_plus_i_whatever_else_is_in_the_batch(policies, monkeypatch):
+    engine, prompts = PolicySampler(policies["qwen3-tied"]), [[3, 4, 5], [6]]
+    arguments = dict(max_tokens=5, temperature=1.0, eos_token_ids=[0])
+    groups = engine.generate(prompts, n=3, seeds=[10, 20], **arguments)
+    monkeypatch.setattr(engines, "SEQUENCES_AT_ONCE", 2)
+    assert [[c.token_ids for c in group] for group in engine.generate(prompts, n=3, seeds=[10, 20], **arguments)] == \
+        [[c.token_ids for c in group] for group in groups]
+    for prompt, seed, group in zip(prompts, (10, 20), groups):
+        for i in range(3):
+            [[alone]] = engine.generate([prompt], n=1, seeds=[seed + i], **arguments)
+            assert alone.token_ids == group[i].token_ids
+    assert engine.generate([], n=3, seeds=[], **arguments) == []
+
+
+def test_stop_strings_cut_samples_and_change_nothing_else(policies):
+    """"5 " as a string is also in "15 ", which is where that sample ends."""
+    arguments = dict(n=3, max_tokens=12, temperature=1.0, seeds=[1, 2, 3], eos_token_ids=[0])
+    tokenizer, prompts = Numbers(), [[3, 4, 5], [6], [7, 8]]
+    engine = PolicySampler(policies["qwen3-tied"], tokenizer)
+    whole = engine.generate(prompts, **arguments)
+    ids = whole[0][0].token_ids
+    stop, cuts, expected = [f"{ids[4]} {ids[5]} ", "5 "], set(), []
+    for group in whole:
+        expected.append([])
+        for ids, logps in group:
+            n = next((n for n in range(1, len(ids) + 1) if colocate.completes(tokenizer, ids[:n], stop)), len(ids))
+            cuts.add((n, n < len(ids)))
+            expected[-1].append((ids[:n], logps[:n]))
+    assert engine.generate(prompts, stop=stop, **arguments) == expected
+    assert len(cuts) > 2 and len(expected[0][0][0]) <= 6
+
+
+def test_samples_follow_the_distribution(policies):
+    policy = policies["llama-tied"]
+    with torch.no_grad():
+        p = (policy.packed(torch.tensor([3, 4]), [2])[-1] @ policy.head_weight.T).softmax(-1)
+    drawn = sample(policy, [[3, 4]] * 4000, 1, 1.0, seeds=list(range(4000)), eos_token_ids=[1])
+    counts = torch.bincount(torch.tensor([ids[0] for ids, _ in drawn]), minlength=160)
+    assert (counts / 4000 - p).abs().max() < 4 * (0.25 / 4000) ** 0.5  # four standard errors at worst
+    greedy = sample(policy, [[3, 4]], 1, 0.0, seeds=[0], eos_token_ids=[1])
+    assert greedy[0].token_ids[0] == int(p.argmax())
+
+
+def test_draws_are_inverse_cumulative_probabilities():
+    logp = torch.tensor([[0.25, 0.0, 0.5, 0.25]] * 5).log()
+    uniform = torch.tensor([0.0, 0.2499, 0.25, 0.7501, 1 - 1e-16], dtype=torch.float64)
+    assert draw(logp, uniform).tolist() == [0, 0, 2, 3, 3]  # never the second, which has no probability
+
+
+# ---- Which prompts, which groups ---------------------------------------------------------------------------
 
 class FakeEngine:
     """Answers with the prompt's number and the sample's seed."""
@@ -34,7 +132,8 @@ class FakeEngine:
 
     def generate(self, prompts, *, n, seeds, **arguments):
         self.asked.append((prompts, seeds, arguments))
-        return [[([p[0], seed + i, 9], [-1.0] * 3) for i in range(n)] for p, seed in zip(prompts, seeds, strict=True)]
+        return [[colocate.Completion([p[0], seed + i, 9], [-1.0] * 3) for i in range(n)]
+                for p, seed in zip(prompts, seeds, strict=True)]
 
 
 class FakeScorer:
@@ -51,24 +150,21 @@ class FakeScorer:
 
 
 def inputs(scorer, held_out=()):
-    return Inputs(TOKENIZER, PromptSet(PROMPTS, [], [], ""), held_out, scorer, policy=None, updates=9)
+    return Inputs(TOKENIZER, PromptSet(PROMPTS, [], [], ""), held_out, scorer, policy=None, updates=9, schedule=9)
 
 
 def a_step(c, step, mine, differs):
     engine, scorer = FakeEngine(), FakeScorer(differs)
-    first = step * (1 + c.dynamic_sampling_rounds)
-    indices = prompt_indices(first, c.prompts_per_step, len(PROMPTS), c.seed)
-    mine = [(slot, PROMPTS[indices[slot]]) for slot in mine]
-    rollouts = generate_rollouts(engine, mine, step, TOKENIZER, c)
-    replace_dull_groups(engine, rollouts, mine, step, inputs(scorer=scorer), c)
-    score_rollouts(rollouts, mine, scorer, c)
-    return engine, scorer, mine, rollouts
+    batch = draw_prompts(PROMPTS, step, c)
+    rollouts = generate_rollouts(engine, [batch[slot] for slot in mine], step, TOKENIZER, c.seed, c.sampling)
+    rollouts = resample_groups(engine, rollouts, step, inputs(scorer), c)
+    return engine, scorer, score_rollouts(rollouts, scorer, c.num_generations)
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 3])
-def test_a_dull_group_is_replaced_by_the_prompt_of_its_slot_in_the_next_round(rounds):
+def test_a_group_of_equal_rewards_is_replaced_by_the_prompt_of_its_slot_in_the_next_round(rounds):
     c, step, odd = Config(prompts_per_step=8, num_generations=4, dynamic_sampling_rounds=rounds), 5, lambda p: p % 2
-    engine, scorer, mine, rollouts = a_step(c, step, range(8), odd)
+    engine, scorer, rollouts = a_step(c, step, range(8), odd)
     order = [i for e in range(20) for i in prompt_indices(e, 30, 30, c.seed)]  # the concatenated epochs
     scored = 0
     for slot in range(8):
@@ -77,7 +173,8 @@ def test_a_dull_group_is_replaced_by_the_prompt_of_its_slot_in_the_next_round(ro
         scored += taken + 1
         group = rollouts[slot * 4:slot * 4 + 4]
         assert [r.slot for r in group] == [*range(slot * 4, slot * 4 + 4)]
-        assert {(r.prompt, r.round) for r in group} == {(f"p{tried[taken]}", taken)} == {(mine[slot][1].prompt, taken)}
+        assert {(r.prompt, r.round) for r in group} == {(f"p{tried[taken]}", taken)}
+        assert all(r.columns == {"answer": str(tried[taken])} for r in group)
         assert [r.completion_ids[1] for r in group] == [sample_seed(c.seed, step, taken, slot) + i for i in range(4)]
         assert [r.reward for r in group] == ([0, 1, 2, 3] if odd(tried[taken]) else [1] * 4)
     assert scorer.groups == scored, "a group is scored once"
@@ -86,14 +183,14 @@ def test_a_dull_group_is_replaced_by_the_prompt_of_its_slot_in_the_next_round(ro
 
 def test_what_replaces_a_group_does_not_depend_on_the_ranks():
     c = Config(prompts_per_step=7, num_generations=2, dynamic_sampling_rounds=2)
-    whole = a_step(c, 2, range(7), lambda p: p % 3 == 0)[3]
-    parts = [a_step(c, 2, mine, lambda p: p % 3 == 0)[3] for mine in (range(3), range(3, 5), range(5, 7))]
+    whole = a_step(c, 2, range(7), lambda p: p % 3 == 0)[2]
+    parts = [a_step(c, 2, mine, lambda p: p % 3 == 0)[2] for mine in (range(3), range(3, 5), range(5, 7))]
     assert [vars(r) for r in whole] == [vars(r) for part in parts for r in part]
 
 
 def test_a_rank_without_prompts_takes_part():
     c = Config(prompts_per_step=2, num_generations=2, dynamic_sampling_rounds=2)
-    engine, _, _, rollouts = a_step(c, 0, [], lambda p: True)
+    engine, _, rollouts = a_step(c, 0, [], lambda p: True)
     assert rollouts == [] and len(engine.asked) == 3
 
 
@@ -117,12 +214,12 @@ def test_several_sets_are_told_apart_and_counted_together():
 def test_evaluation_uses_its_own_temperature_length_and_seeds():
     class Ranks(World):
         def __init__(self, rank):
-            self.rank, self.size, self.parts = rank, 2, []
+            self.rank, self.world_size, self.parts = rank, 2, []
 
-        def meet(self, stage):
+        def barrier(self, stage):
             pass
 
-        def gather(self, value):
+        def all_gather(self, value):
             self.value = value
             return [value] if not self.parts else self.parts
 
@@ -130,19 +227,19 @@ def test_evaluation_uses_its_own_temperature_length_and_seeds():
     held_out, seeds, values = {"a": PROMPTS[:3], "b": PROMPTS[3:5]}, [], []
     for rank in range(2):
         world, engine = Ranks(rank), FakeEngine()
-        world.parts = [[[0.0] * 4] * 5]
+        world.parts = [[0.0] * 20]
         evaluate(engine, inputs(FakeScorer(lambda p: p == 1), held_out), c, world)
         [(prompts, own, arguments)] = engine.asked
         assert arguments == {"max_tokens": 50, "temperature": 0.6, "eos_token_ids": [9], "stop": ()}
         seeds, values = seeds + own, values + world.value
-    assert len({*seeds}) == 5 and values == [[1.0] * 4, [0.0, 1.0, 2.0, 3.0], *[[1.0] * 4] * 3]
-    world.parts = [values[:2], values[2:]]
+    assert len({*seeds}) == 5 and values == [*[1.0] * 4, 0.0, 1.0, 2.0, 3.0, *[1.0] * 12]
+    world.parts = [values[:8], values[8:]]  # of the first two prompts and of the other three
     row = evaluate(FakeEngine(), inputs(FakeScorer(lambda p: False), held_out), c, world)
     assert row["eval/a/accuracy"] == (4 + 6 + 4) / 12 and row["eval/b/accuracy"] == 1.0
 
 
 def test_greedy_completions_of_a_prompt_would_be_alike():
-    with pytest.raises(UserError, match="--eval_temperature"):
+    with pytest.raises(ValueError, match="--eval_temperature"):
         check(Config(eval_num_generations=4))
 
 

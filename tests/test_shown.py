@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ranks
 
-from checkpoint import Report, Run, UserError
+from checkpoint import Run, UserError
 from minigrpo import Config, parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,28 +102,6 @@ def test_nothing_is_imported_or_written_unless_asked_for(tmp_path, fake_wandb):
     done = run(tmp_path / "run", "--max_steps", 1, packages=fake_wandb)
     assert done.returncode == 0, done.stderr[-2000:]
     assert not (tmp_path / "run/tensorboard").exists() and not (tmp_path / "run/wandb_id").exists()
-
-
-def test_tensorboard_holds_the_numbers_of_the_rows(tmp_path, monkeypatch):
-    board = types.SimpleNamespace(calls=[], SummaryWriter=lambda folder, purge_step: board)
-    board.add_scalar, board.flush = lambda *a: board.calls.append(a), lambda: board.calls.append("flush")
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    Report(["tensorboard"], tmp_path, 0, {})({"step": 3, "reward": 0.5, "kl": None})
-    assert board.calls == [("step", 3, 3), ("reward", 0.5, 3), "flush"]
-
-
-def test_real_tensorboard_shows_each_step_once(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    for first, steps in ((0, range(5)), (2, range(2, 6))):  # it had shown 2, 3 and 4 when it was killed
-        report = Report(["tensorboard"], tmp_path, first, {})
-        for step in steps:
-            report({"step": step, "reward": first + step / 8, "kl": None})
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    shown = [(e.step, e.value) for e in events.Scalars("reward")]
-    assert shown == [(0, 0), (1, 0.125), (2, 2.25), (3, 2.375), (4, 2.5), (5, 2.625)]
-    assert events.Tags()["scalars"] == ["step", "reward"]
 
 
 # ---- Completions on the console ----------------------------------------------------------------------------

@@ -1,18 +1,12 @@
-"""What makes a step fast must change nothing: recomputation, torch.compile, the bare decode loop, rollouts written
-aside, the division of work; and the memory plan, and the benchmark itself."""
+"""What makes a step fast must change nothing: recomputation, torch.compile, the bare decode loop, the division of
+work; and the memory plan, and the benchmark itself."""
 
-import contextlib
 import gc
 import itertools
 import json
-import pickle
 import random
 import re
 import statistics
-import subprocess
-import sys
-import threading
-import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +21,6 @@ from torch._dynamo.utils import counters
 
 import minigrpo
 import model
-from checkpoint import Run
 from colocate import ColocatedEngine, completes
 from data import sample_seed
 from minigrpo import Config, UserError, plan_memory
@@ -365,108 +358,6 @@ def test_decode_loop_refuses_the_log_probability_of_another_token():
     with pytest.raises(RuntimeError, match="another token"):
         engine_around(core).generate([[1, 2], [3]], seeds=[10, 20], **ARGUMENTS)
     assert core.steps == 4 and gc.isenabled()
-
-
-# ---- Rollouts written beside what follows ------------------------------------------------------------------
-
-def run_in(folder, **options) -> Run:
-    run = Run(Config(out=str(folder), **options), types.SimpleNamespace(
-        rank=0, gather=lambda value: [value], meet=lambda stage: None))
-    run.begin(updates=9)
-    return run
-
-
-def written(folder, step) -> list[dict]:
-    text = (folder / f"rollouts/step_{step}.jsonl").read_text()
-    assert text.endswith("\n")
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def test_the_last_rollouts_are_kept_and_written_beside_what_follows(tmp_path, monkeypatch):
-    run, go, real = run_in(tmp_path, save_rollouts=2), threading.Event(), Run._hand_over
-    monkeypatch.setattr(Run, "_hand_over", lambda *a: (go.wait(30), real(*a)))
-    run.write_rollouts(0, [ranks.rollout(0)])  # returns, though nothing is written
-    run.record({"step": 1, "reward": float("nan")})
-    assert not list(tmp_path.glob("rollouts/*")) and json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
-    next_step = threading.Thread(target=run.write_rollouts, args=(1, [ranks.rollout(0)]))  # which waits for it
-    next_step.start()
-    next_step.join(0.3)
-    assert next_step.is_alive() and not list(tmp_path.glob("rollouts/*"))
-    go.set()
-    next_step.join(30)
-    assert [r["slot"] for r in written(tmp_path, 0)] == [0]
-    for step in range(2, 6):
-        run.write_rollouts(step, [ranks.rollout(slot, reward=step) for slot in range(3)])
-        run.finish_writing()
-        assert {p.name for p in tmp_path.glob("rollouts/*")} == {f"step_{s}.jsonl" for s in (step - 1, step)}
-    assert [(r["slot"], r["reward"], r["completion_ids"]) for r in written(tmp_path, 5)] == [
-        (i, 5, [5, 6, 1]) for i in range(3)]
-    run.close()
-    assert run.writer.returncode == 0
-
-
-def test_writing_rollouts_costs_this_process_almost_nothing(tmp_path):
-    """A thread that made JSON here took turns with the one that launches an update's kernels."""
-    logps = [-1 / (3 + i) for i in range(2048)]
-    batch = [replace(ranks.rollout(slot, completion=range(2048), logps=logps), trainer_logps=logps)
-             for slot in range(64)]
-    start = time.process_time()
-    for r in batch:
-        json.dumps(vars(r))
-    here = time.process_time() - start
-    run = run_in(tmp_path)
-    run.write_rollouts(0, batch[:1])  # starts the other process
-    run.finish_writing()
-    start = time.process_time()
-    run.write_rollouts(1, batch)
-    run.finish_writing()
-    assert time.process_time() - start < here / 4
-    assert [r["trainer_logps"] for r in written(tmp_path, 1)] == [logps] * 64  # every bit of them
-    run.close()
-
-
-def test_rollouts_are_written_before_the_checkpoint(tmp_path, monkeypatch):
-    run, go, real = run_in(tmp_path), threading.Event(), Run._hand_over
-    monkeypatch.setattr(Run, "_hand_over", lambda *a: (go.wait(30), real(*a)))
-    run.write_rollouts(0, [ranks.rollout(0)])
-    run.world.size, nothing = 1, types.SimpleNamespace(
-        weights=torch.zeros(4), master=torch.zeros(4), save=lambda folder, source=None: None)
-    waiting = threading.Thread(target=lambda: run.save(nothing, nothing, tmp_path, 1))
-    waiting.start()
-    waiting.join(0.3)
-    assert waiting.is_alive() and {p.name for p in tmp_path.glob("*")} == {"lock", "config.json", "metrics.jsonl", "rollouts"}
-    go.set()
-    waiting.join(30)
-    assert len(written(tmp_path, 0)) == 1 and (tmp_path / "latest").exists()
-    run.close()
-
-
-@pytest.mark.parametrize("then", ["the next step", "the checkpoint"])
-@pytest.mark.parametrize("fault", ["no folder", "killed"])
-def test_an_error_while_writing_rollouts_is_an_error_of_the_run(tmp_path, then, fault):
-    run = run_in(tmp_path)
-    run.write_rollouts(0, [ranks.rollout(0)])
-    run.finish_writing()
-    if fault == "no folder":
-        (tmp_path / "rollouts").rename(tmp_path / "elsewhere")
-    else:
-        run.writer.kill()
-    run.write_rollouts(1, [ranks.rollout(0)])
-    with pytest.raises(OSError, match="rollouts/step_1.jsonl" if fault == "no folder" else "ended|Broken pipe"):
-        run.write_rollouts(2, []) if then == "the next step" else run.save(None, None, tmp_path, 1)
-    assert not list(tmp_path.glob("step_*"))
-    with contextlib.suppress(OSError):
-        run.writer.communicate()
-
-
-def test_the_process_that_writes_rollouts_ends_with_the_run(tmp_path):
-    """Also where the run was killed while it handed them over."""
-    process = subprocess.Popen([sys.executable, "checkpoint.py", tmp_path], stdin=subprocess.PIPE,
-                               cwd=ranks.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    whole = pickle.dumps((0, -1, [{"slot": 0}]))
-    out, err = process.communicate(whole + whole[:-5], timeout=30)
-    assert (process.returncode, out, err) == (0, b"written\n", b"")
-    assert (tmp_path / "step_0.jsonl").read_text() == '{"slot": 0}\n'
 
 
 # ---- The benchmark -----------------------------------------------------------------------------------------

@@ -15,13 +15,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pytest
 import ranks
+import tokenizers
 import torch
 import torch.distributed as dist
 
-import colocate
-import minigrpo
-from checkpoint import METRICS
-from colocate import RemoteEngine
+import config
+import engines
+from colocate import Completion
+from engines import RemoteEngine
+from sharded import World
 
 MARK = "MINIGRPO_TEST_MARK"  # in the environment of all that a test starts, and so of its children too
 # 5 prompts over 2 trainers: their shares differ in size.
@@ -55,6 +57,7 @@ def test_split_is_the_same_run_as_colocate_and_says_when_it_is_finished(start, t
     prompts in one, or each rank's own. That may change the last bits of a log-probability, hence of an update,
     and from there on everything: so the first two steps are compared in full, as in test_loss.py, and later
     ones only by accuracy."""
+    import minigrpo
     split, colocated = tmp_path / "split", tmp_path / "colocate"
     text = ranks.finish(start(3, split, "--split", "--max_steps", "4"))  # it ended with 0
     assert not left_over(tmp_path)
@@ -74,7 +77,7 @@ def test_split_is_the_same_run_as_colocate_and_says_when_it_is_finished(start, t
     ours, theirs = (rows(run / "metrics.jsonl") for run in (split, colocated))
     assert [r["step"] for r in ours] == [r["weight_version"] for r in ours] == [0, 1, 2, 3, 4]
     for a, b in zip(ours[:2], theirs[:2]):
-        assert a.keys() == b.keys() == set(METRICS)
+        assert a.keys() == b.keys() == set(minigrpo.METRICS)
         for key in a:
             if key == "eval/accuracy" and a[key] is not None:
                 assert abs(a[key] - b[key]) <= 0.01  # a tie between two tokens may fall the other way
@@ -133,15 +136,15 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.nn.Parameter(t) for name, t in made.items()}  # as a policy's: they require gradients
 
 
-def completion(prompt: list[int], seed: int, i: int) -> tuple[list[int], list[float]]:
-    return [*prompt, seed + i], [-1.0 * seed - i] * (len(prompt) + 1)
+def completion(prompt: list[int], seed: int, i: int) -> Completion:
+    return Completion([*prompt, seed + i], [-1.0 * seed - i] * (len(prompt) + 1))
 
 
 class FakeEngine:
     """Remembers what reached it."""
 
-    def __init__(self, **arguments):
-        self.seen = {"arguments": arguments, "wakes": [], "batches": []}
+    def __init__(self, tokenizer, **arguments):
+        self.seen = {"arguments": arguments, "wakes": [], "batches": [], "text": tokenizer.decode([1, 0])}
 
     def wake(self, pairs, version):
         self.seen["wakes"].append((version, [(name, t.clone()) for name, t in pairs]))
@@ -156,10 +159,11 @@ class FakeEngine:
 
 def worker(what: str, out: str) -> None:
     """The trainers die at the moment `what`, or go through all rounds and close."""
-    colocate.ColocatedEngine, world = FakeEngine, minigrpo.World(split=True)
+    engines.ColocatedEngine, world = FakeEngine, World(generators=1)
+    link = engines.connect(world)  # as minigrpo.main does, before anything can go wrong
     Path(out, f"joined{os.environ['RANK']}").touch()
-    if world.generates:
-        return colocate.serve(world.link)
+    if not world.trains:
+        return engines.serve(world)
 
     def die_at(moment):
         while what == moment:
@@ -167,10 +171,11 @@ def worker(what: str, out: str) -> None:
                 os._exit(7)
 
     die_at("before an engine is wanted")
-    engine = RemoteEngine(world.link, {"folder": "F", "max_num_seqs": 3, "sleeps": False})
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"b": 0, "a": 1}))
+    engine = RemoteEngine(world, {"folder": "F", "max_num_seqs": 3, "sleeps": False, "tokenizer": words})
     die_at("idle")
-    if what == "while it pushes" and world.link:
-        world.link.broadcast = lambda tensor: die_at(what)
+    if what == "while it pushes" and link:
+        link.broadcast = lambda tensor: die_at(what)
     got = []
     for version, shares in enumerate(SHARES):
         engine.wake(weights_of(version).items(), version)
@@ -179,7 +184,7 @@ def worker(what: str, out: str) -> None:
         got.append(engine.generate(prompts, n=2, seeds=[100 * p[0] for p in prompts], max_tokens=9, stop=STOP))
         engine.sleep()
     torch.save({"got": got, "version": engine.weight_version}, Path(out, f"trainer{world.rank}.pt"))
-    world.gather(None)
+    world.all_gather(None)
     engine.close()
     dist.destroy_process_group()
 
@@ -211,12 +216,13 @@ def test_completions_and_weights_arrive_where_they_belong(tmp_path, trainers):
     ended = several("all rounds", tmp_path, trainers)
     assert [code for code, _ in ended] == [0] * (trainers + 1), ended
     for rank in range(trainers):
-        seen = torch.load(tmp_path / f"trainer{rank}.pt")
+        seen = torch.load(tmp_path / f"trainer{rank}.pt", weights_only=False)
         assert seen["version"] == 3
+        assert all(type(one) is Completion for groups in seen["got"] for group in groups for one in group)
         assert seen["got"] == [[[completion(p, 100 * p[0], i) for i in range(2)] for p in shares[rank]]
                                for shares in SHARES]
     engine = torch.load(tmp_path / "engine.pt")
-    assert engine["arguments"] == {"folder": "F", "max_num_seqs": 3, "sleeps": False}
+    assert engine["arguments"] == {"folder": "F", "max_num_seqs": 3, "sleeps": False} and engine["text"] == "a b"
     together = [[p for part in shares[:trainers] for p in part] for shares in SHARES]  # one batch a round
     assert engine["batches"] == [(ps, 2, [100 * p[0] for p in ps], {"max_tokens": 9, "stop": STOP}) for ps in together]
     assert [version for version, _ in engine["wakes"]] == [0, 1, 2, 3]
@@ -237,27 +243,27 @@ def test_the_generating_rank_outlives_no_trainer(tmp_path):
             assert code == 0 and "Traceback" not in text, text
         else:
             # By itself: -9 would be `several`. In the middle of a push the connection's own error is the reason.
-            assert code in (1, -6) and ("ended without a word" in text or "RuntimeError" in text), (what, code, text)
+            assert code in (1, -6) and ("ended before they closed the engine" in text or "RuntimeError" in text), (what, code, text)
         assert not (out / "engine.pt").exists()
 
 
 # ---- What a person can get wrong ---------------------------------------------------------------------------
 
 def test_mistakes_with_split_name_what_to_do(monkeypatch):
-    def refusal(size, **options) -> str:
-        monkeypatch.setenv("WORLD_SIZE", str(size))
-        with pytest.raises(minigrpo.UserError) as error:
-            minigrpo.check(minigrpo.Config(**options))
+    def refusal(**options) -> str:
+        with pytest.raises(ValueError) as error:
+            config.check(config.Config(**options))
         return str(error.value)
 
-    monkeypatch.delenv("RANK", raising=False)
-    assert "torchrun --nproc_per_node=2" in (text := refusal(1, split=True)) and "--split" in text
-    monkeypatch.setenv("RANK", "0")
-    assert "--colocate, --split" in (text := refusal(2, split=True, colocate=True)) and "use --colocate" in text
-    assert "--split needs 2 ranks" in (text := refusal(1, split=True))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert "torchrun --nproc_per_node=2" in (text := refusal(split=True)) and "--split" in text
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "--colocate, --split" in (text := refusal(split=True, colocate=True)) and "use --colocate" in text
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "--split needs 2 ranks" in (text := refusal(split=True))
     assert "--nproc_per_node=2" in text and "--colocate" in text
     monkeypatch.setenv("WORLD_SIZE", "2")
-    minigrpo.check(minigrpo.Config(split=True))
+    config.check(config.Config(split=True))
 
 
 if __name__ == "__main__":
