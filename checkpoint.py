@@ -48,7 +48,7 @@ class Run:
     Raises ValueError or OSError where the folder cannot be used. What is in it has not been changed then.
     """
 
-    def __init__(self, folder: Path, options: dict, world, *, keys, free=(), fresh=False, save_total_limit=2,
+    def __init__(self, folder, options, world, *, keys, free=(), fresh=False, save_total_limit=2,
                  save_rollouts=10, report_to=()):
         self.folder = folder
         self.latest = folder / "latest"
@@ -89,7 +89,7 @@ class Run:
             self.check_options()
         return {"step": 0}
 
-    def take(self) -> None:
+    def take(self):
         """Makes the folder, and locks it for as long as this process lives."""
         lock = self.folder / "lock"
         if not lock.exists():
@@ -117,7 +117,7 @@ class Run:
             raise ValueError(f"{path} says step {step!r}, but its folder is {target}")
         return state
 
-    def check_options(self) -> None:
+    def check_options(self):
         """Raises ValueError, naming the options, where the run that is here had others."""
         path = self.folder / "config.json"
         old = read_object(path)
@@ -134,13 +134,13 @@ class Run:
 
     # ---- Going back to the last checkpoint -----------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self):
         """Goes back to the last checkpoint. Called once all other input is known to be in order."""
         if self.writes:
             self.cut_back(self.state["step"])
             self.report = Report(self.report_to, self.folder, self.state["step"], self.options)
 
-    def cut_back(self, step: int) -> None:
+    def cut_back(self, step):
         """Removes what came after update `step`: rows, half-written lines, rollouts, folders."""
         kept = self.rows_before(step)
         (self.folder / "rollouts").mkdir(exist_ok=True)
@@ -157,7 +157,7 @@ class Run:
         rewrite(self.metrics, kept)
         rewrite(self.folder / "config.json", json.dumps(self.options, indent=2).encode())
 
-    def rows_before(self, step: int) -> bytes:
+    def rows_before(self, step) -> bytes:
         """The complete lines of metrics.jsonl that are of steps before this one."""
         if step == 0 or not self.metrics.exists():
             return b""
@@ -170,7 +170,7 @@ class Run:
 
     # ---- What each step writes -----------------------------------------------------------------------------
 
-    def record(self, row: dict) -> None:
+    def record(self, row):
         """Appends a row to metrics.jsonl."""
         if not self.writes:
             return
@@ -183,7 +183,7 @@ class Run:
             file.write(json.dumps(values) + "\n")
         self.report(values)
 
-    def write_rollouts(self, step: int, rollouts: list[dict]) -> None:
+    def write_rollouts(self, step, rollouts):
         """Begins to write rollouts/step_N.jsonl, once those of the step before are written.
 
         A process of its own makes JSON of them: in a thread of this one, which Python lets run in turns, that
@@ -204,7 +204,7 @@ class Run:
                 start_new_session=True,  # a signal to the run is not for it
             )
 
-    def finish_writing(self) -> None:
+    def finish_writing(self):
         """Waits for what `write_rollouts` began. Raises OSError where that failed, e.g. on a full disk."""
         if self.writer is None:
             return
@@ -217,7 +217,7 @@ class Run:
 
     # ---- Checkpoints ---------------------------------------------------------------------------------------
 
-    def save(self, policy, optimizer, source: Path, step: int, **state) -> None:
+    def save(self, policy, optimizer, source, step, **state):
         """Writes the checkpoint after `step` updates. All ranks call this together.
 
         source: the model folder whose tokenizer and such policy.save copies. state: more for trainer.json.
@@ -248,13 +248,13 @@ class Run:
             self.point_to(step)
             self.remove_old()
 
-    def check_room(self, needed: int) -> None:
+    def check_room(self, needed):
         free = shutil.disk_usage(self.folder).free
         if free < 1.1 * needed:
             raise OSError(f"{self.folder}: a checkpoint takes {needed / 2**30:.1f} GiB, only "
                           f"{free / 2**30:.1f} are free: make room, then the same command continues")
 
-    def point_to(self, step: int) -> None:
+    def point_to(self, step):
         """Moves `latest`. A power cut leaves it where it was or where it is."""
         link = self.folder / "latest.partial"
         link.unlink(missing_ok=True)
@@ -263,7 +263,7 @@ class Run:
         link.replace(self.latest)
         sync(self.folder)
 
-    def remove_old(self) -> None:
+    def remove_old(self):
         for step in self.steps()[:-self.save_total_limit]:
             # Renamed first: killed in between, it is no checkpoint any more, and `cut_back` removes the rest.
             old = self.folder / f"step_{step}.partial-old"
@@ -284,7 +284,7 @@ class Run:
         seconds = time.perf_counter() - start
         return seconds * optimizer.checkpoint_bytes / 2**25
 
-    def close(self) -> None:
+    def close(self):
         """Waits for all that is on its way. Called before the process ends with os._exit."""
         self.finish_writing()
         if self.writes and self.report.online:
@@ -297,7 +297,7 @@ class Report:
     step: of the next row. What an interrupted run has shown from there on does not appear twice.
     """
 
-    def __init__(self, names: list[str], folder: Path, step: int, options: dict):
+    def __init__(self, names, folder, step, options):
         self.board = self.online = None
         if "tensorboard" in names:
             from torch.utils.tensorboard import SummaryWriter
@@ -311,7 +311,7 @@ class Report:
                 self.online = wandb.init(project="minigrpo", name=folder.name, id=mark.read_text(),
                                          resume="allow", dir=str(folder), config=options)
 
-    def __call__(self, row: dict) -> None:
+    def __call__(self, row):
         values = {key: value for key, value in row.items() if value is not None}
         if self.board:
             for key, value in values.items():
@@ -323,14 +323,14 @@ class Report:
 
 # ---- Files -------------------------------------------------------------------------------------------------
 
-def number_of(path: Path) -> int:
+def number_of(path) -> int:
     """N of step_N or step_N.jsonl, -1 for a name of somebody else's."""
     number = path.name.removeprefix("step_").removesuffix(".jsonl")
     return int(number) if number.isdecimal() else -1
 
 
 @contextlib.contextmanager
-def naming(what: str):
+def naming(what):
     """Whatever goes wrong inside becomes a ValueError that says where."""
     try:
         yield
@@ -338,26 +338,26 @@ def naming(what: str):
         raise ValueError(f"{what}: {type(error).__name__}: {error}") from None
 
 
-def read_object(path: Path) -> dict:
+def read_object(path) -> dict:
     with naming(path):
         return {**json.loads(path.read_text())}  # TypeError where it is not an object
 
 
-def rewrite(path: Path, content: bytes) -> None:
+def rewrite(path, content):
     """Killed at any moment, it leaves the old content or the new."""
     partial = path.with_suffix(".partial")
     partial.write_bytes(content)
     partial.replace(path)
 
 
-def sync(path: Path) -> None:
+def sync(path):
     """Returns when the file or folder is on the disk and would survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
-def write_lines(path: str, old: str) -> None:
+def write_lines(path, old):
     """In the process that `write_rollouts` starts: the pickled rows on stdin become lines of JSON."""
     rows = pickle.load(sys.stdin.buffer)
     # A model may write half a surrogate pair, which UTF-8 cannot hold: it stays an escape.

@@ -102,7 +102,7 @@ class Engine(Protocol):
         """Discards weights and KV cache: nothing is generated until the next wake."""
 
     def close(self) -> None:
-        """Ends the engine, and the default process group where vLLM has one. Only ever the last call."""
+        """Ends the engine and, as vLLM does, the default process group. Only ever the last call."""
 
 
 class ColocatedEngine(Engine):
@@ -166,13 +166,14 @@ class ColocatedEngine(Engine):
                 disable_log_stats=True)
         self.core = self.llm.llm_engine.engine_core
         model_config = self.llm.llm_engine.model_config
-        # Where a tied checkpoint stores its table a second time as lm_head.weight, newer versions of vLLM
-        # build a head of its own and no longer call the model tied.
+        # Where a tied checkpoint stores its table a second time, as lm_head.weight, newer versions of vLLM
+        # no longer call the model tied and build a head of its own.
         untied = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
         tied = model_config.hf_config.tie_word_embeddings or untied
         if tied:
             self.expected.pop("lm_head.weight", None)  # a trainer has the table once, as embed_tokens
-        # A CPU engine repacks the table into a copy for its head; on CUDA both names share one tensor.
+        # Such a head has to be pushed as well, and so has a CPU engine's, a repacked copy of the table.
+        # Otherwise both names share one tensor.
         self.copied_head = tied and (untied or not self.cuda)
         # Names of requests, never used twice: vLLM schedules a step ahead, so one more step is in flight when
         # generate returns, and its tokens would go to a later request with the same name.
@@ -185,7 +186,7 @@ class ColocatedEngine(Engine):
         pairs = [(name, tensor.detach()) for name, tensor in named_weights]
         check_push(pairs, self.expected)
         if self.copied_head:
-            # Without this the head of the last push would stay.
+            # Without this the head would stay that of the last push.
             pairs.append(("lm_head.weight", dict(pairs)["model.embed_tokens.weight"]))
         if self.sleeps and torch.cuda.mem_get_info()[0] < self.given_back + 2**30:
             torch.cuda.empty_cache()  # what torch keeps for the trainer's next use, the engine cannot have
@@ -262,7 +263,7 @@ class ColocatedEngine(Engine):
                 for output in self.core.get_output().outputs:
                     completion = completions[output.request_id]
                     if output.new_token_ids:  # a step of prefill has none
-                        [token] = output.new_token_ids
+                        [token] = output.new_token_ids  # one: nothing is decoded speculatively
                         reported = output.new_logprobs
                         # Nothing else would show that a log-probability is of another token.
                         if reported.logprob_token_ids.item(0) != token:
@@ -473,13 +474,18 @@ def main() -> None:
     try:
         check_environment(cuda)
         prove(args, cuda)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
 def prove(args: argparse.Namespace, cuda: bool) -> None:
     """One line a round: milliseconds of each part, log-probability gap, memory of the card, checksum."""
     from model import Policy  # only this demonstration needs a trainer beside the engine
+
+    def say(text: str) -> None:
+        if dist.get_rank() == 0:
+            print(text, flush=True)
+
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -488,10 +494,6 @@ def prove(args: argparse.Namespace, cuda: bool) -> None:
     before = card_in_use() / 2**30
     engine = ColocatedEngine(args.model, dtype=policy.dtype, max_model_len=256, max_num_seqs=args.sequences,
                              gpu_memory_utilization=args.gpu_memory_utilization, enforce_eager=not cuda)
-    def say(text: str) -> None:
-        if dist.get_rank() == 0:
-            print(text, flush=True)
-
     sizes = [parameter.nbytes for parameter in policy.parameters()]
     say(f"{args.model}: {sum(sizes) / 1e9:.2f} GB of {args.dtype} in {len(sizes)} tensors on each of "
         f"{dist.get_world_size()} ranks")

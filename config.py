@@ -20,9 +20,9 @@ from pathlib import Path
 ABOVE_0 = 1e-30  # the least value of an option that must be above 0; fp32 can still hold it
 
 
-def option(default, text: str, **limits):
-    """text: for --help. limits: `choices`, or `low` and `high` of a number; without them a number must be 1 or
-    more, a fraction above 0."""
+def option(default, text, **limits):
+    """text: for --help. limits: `choices`, or `low` and `high` of a number. Without `low` an integer must be 1
+    or more, a fraction above 0; where the default is 0, 0 is allowed too."""
     return dataclasses.field(default=default, metadata={"help": text, **limits})
 
 
@@ -37,8 +37,8 @@ class Config:
     eval_data: list[str] = option(
         (), "files of prompts to evaluate on; built-in tasks bring their own")
     reward: list[str] = option(
-        ("gsm8k",), "reward functions: built-in names or file.py:function; the first one is also the accuracy "
-        "at evaluation")
+        ("gsm8k",), "reward functions: built-in names or file.py:function; the first one is also the "
+        "accuracy at evaluation")
     reward_weights: list[float] = option((), "one weight for each reward function (default 1)")
     reward_timeout: float = option(30.0, "seconds that scoring one group may take before it is killed")
     reward_workers: int = option(
@@ -64,8 +64,8 @@ class Config:
     stop: list[str] = option(
         (), "texts that end a completion, e.g. </answer>; they train like the rest")
     dynamic_sampling_rounds: int = option(
-        0, "replace groups whose rewards all agree, up to so many times (DAPO); when most are all right or all "
-        "wrong", low=0, high=64)
+        0, "replace groups whose rewards all agree, up to so many times (DAPO); when most are all right or "
+        "all wrong", high=64)
     temperature: float = option(
         1.0, "divides the logits, in the sampler and in the trainer; best 0.7 to 1.0", low=0.01)
     vllm_gpu_memory_utilization: float = option(
@@ -80,15 +80,16 @@ class Config:
         1, "passes over each batch; more than 1 uses costly rollouts again", high=64)
     num_minibatches: int = option(1, "optimizer steps a pass; at most prompts_per_step")
     epsilon: float = option(
-        0.2, "lower clip of the probability ratio, 1 - epsilon; clips act from the second update of a batch on")
+        0.2, "lower clip of the probability ratio, 1 - epsilon; clips act from the second update of a batch "
+        "on")
     epsilon_high: float = option(
-        0.0, "upper clip, 1 + epsilon_high; 0 takes epsilon. cispo: the cap itself", low=0)
-    delta: float = option(0.0, "caps the ratio also where the advantage is negative; 0: does not", low=0)
+        0.0, "upper clip, 1 + epsilon_high; 0 takes epsilon. cispo: the cap itself")
+    delta: float = option(0.0, "caps the ratio also where the advantage is negative; 0: does not")
     importance_sampling_level: str = option(
         "token", "what has a ratio of its own; sequence: GSPO, with --loss_type grpo",
         choices=("token", "sequence"))
     beta: float = option(
-        0.0, "weight of the KL term, which holds the policy near its first weights", low=0)
+        0.0, "weight of the KL term, which holds the policy near its first weights")
     scale_rewards: str = option(
         "group", "std that divides advantages", choices=("group", "batch", "none"))
     baseline: str = option(
@@ -105,8 +106,8 @@ class Config:
         "constant", "after the warm-up", choices=("constant", "linear", "cosine"))
     min_lr_rate: float = option(
         0.1, "the cosine ends at this part of the learning rate", low=0, high=0.999)
-    warmup_steps: int = option(0, "steps of linear warm-up", low=0)
-    weight_decay: float = option(0.0, "decoupled weight decay, of all parameters", low=0)
+    warmup_steps: int = option(0, "steps of linear warm-up")
+    weight_decay: float = option(0.0, "decoupled weight decay, of all parameters")
     adam_beta1: float = option(0.9, "AdamW", low=0, high=0.999999)
     adam_beta2: float = option(0.999, "AdamW", low=0, high=0.999999)
     adam_epsilon: float = option(1e-8, "AdamW")
@@ -131,8 +132,8 @@ class Config:
     eval_steps: int = option(50, "evaluate every so many steps, before and after; 0: never", low=0)
     eval_num_generations: int = option(
         1, "completions a prompt at evaluation; from 2 on also gives pass@k")
-    eval_temperature: float = option(0.0, "of evaluation; 0 is greedy", low=0)
-    eval_max_completion_length: int = option(0, "tokens at evaluation; 0: as in training", low=0)
+    eval_temperature: float = option(0.0, "of evaluation; 0 is greedy")
+    eval_max_completion_length: int = option(0, "tokens at evaluation; 0: as in training")
     save_steps: int = option(
         50, "a checkpoint every so many steps; the last weights are always written")
     save_total_limit: int = option(2, "checkpoints to keep")
@@ -142,7 +143,7 @@ class Config:
         10, "give up after so many updates in a row whose gradient is not finite")
     save_rollouts: int = option(10, "keep the completions of the last so many steps", low=0)
     log_completions: int = option(
-        0, "how many to print a step; TRL's is a switch, ours a number", low=0)
+        0, "how many to print a step; TRL's is a switch, ours a number")
     report_to: list[str] = option(
         (), "where metrics go too; needs the package of that name", choices=("tensorboard", "wandb"))
     seed: int = option(0, "of the order of prompts and of every sample", low=-2**31)
@@ -186,8 +187,8 @@ class Config:
         return Path(f"runs/{Path(self.model).name}-{data}-{digest}")
 
 
-# A run continues also with other values of these: they decide what is seen and kept of it, and in how much time
-# and memory it runs.
+# A run continues also with other values of these: they decide what is seen and kept of it, and in how much
+# time and memory it runs.
 FREE = (
     "log_completions", "report_to", "timeout_minutes", "save_steps", "save_total_limit", "save_rollouts",
     "max_skipped", "reward_timeout", "reward_workers", "micro_batch_tokens", "recompute", "compile",
@@ -219,7 +220,7 @@ REFUSED = {  # options that people bring along, and why they are not here
 
 # ---- The command line --------------------------------------------------------------------------------------
 
-def parse(arguments: list[str], **choices) -> Config:
+def parse(arguments, **choices) -> Config:
     """The command line → Config. choices: of options whose values are known elsewhere, as loss_type's are.
 
     Raises ValueError that says what is wrong with an option, or which one was probably meant.
@@ -239,12 +240,12 @@ def parse(arguments: list[str], **choices) -> Config:
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
+    def error(self, message):
         """argparse would print all of the usage and exit."""
         raise ValueError(f"{message} (--help lists all options)")
 
 
-def add_option(parser: Parser, field: dataclasses.Field, choices) -> None:
+def add_option(parser, field, choices):
     """The option of one field of Config."""
     text = field.metadata["help"]
     default = " ".join(field.default) if isinstance(field.default, tuple) else str(field.default)
@@ -259,7 +260,7 @@ def add_option(parser: Parser, field: dataclasses.Field, choices) -> None:
     parser.add_argument(f"--{field.name}", default=field.default, help=text, **how)
 
 
-def what_was_meant(unknown: list[str]) -> str:
+def what_was_meant(unknown) -> str:
     """A sentence about words that are no options."""
     for word in unknown:
         name = word.removeprefix("--").split("=")[0]
@@ -274,7 +275,7 @@ def what_was_meant(unknown: list[str]) -> str:
 
 # ---- What would be accepted and go wrong -------------------------------------------------------------------
 
-def check(c: Config) -> None:
+def check(c):
     """Raises ValueError, naming the option, for values with which no run makes sense."""
     for field in dataclasses.fields(c):
         if field.type in (int, float):
@@ -283,7 +284,8 @@ def check(c: Config) -> None:
     launcher = os.environ.get("WORLD_SIZE")  # torchrun sets it
     torchrun = f"torchrun --nproc_per_node={2 if c.split else 1} {' '.join(sys.argv)}"
     mistakes = [  # (whether it is made, what to say of it)
-        (completions > 2**20, f"--prompts_per_step times --num_generations is {completions}: use at most {2**20}"),
+        (completions > 2**20,
+         f"--prompts_per_step times --num_generations is {completions}: use at most {2**20}"),
         (c.max_steps == 0, "--max_steps 0: use 1 or more, or omit it for --num_train_epochs"),
         ("" in c.stop, '--stop "": use a text that completions are to end with, e.g. "</answer>"'),
         (c.num_minibatches > c.prompts_per_step,
@@ -302,15 +304,19 @@ def check(c: Config) -> None:
          "--colocate, --split and --replay exclude each other: use --colocate, the fastest"),
         (c.colocate and not launcher, f"--colocate runs under torchrun: {torchrun}"),
         (c.split and not launcher, f"--split runs under torchrun: {torchrun}"),
-        (c.split and launcher == "1", "--split needs 2 ranks or more: --nproc_per_node=2, or --colocate on one"),
+        (c.split and launcher == "1",
+         "--split needs 2 ranks or more: --nproc_per_node=2, or --colocate on one"),
     ]
     for made, message in mistakes:
         if made:
             raise ValueError(message)
 
 
-def check_range(field: dataclasses.Field, value: int | float) -> None:
-    low = field.metadata.get("low", 1 if field.type is int else ABOVE_0)
+def check_range(field, value):
+    low = 1 if field.type is int else ABOVE_0
+    if field.default == 0:
+        low = 0
+    low = field.metadata.get("low", low)
     high = field.metadata.get("high", 2**31 if field.type is int else 1e30)
     if low <= value <= high:  # NaN is not
         return

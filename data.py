@@ -63,15 +63,15 @@ class PromptSet:
 
 
 def load_prompts(
-    source: str,
-    tokenizer: "Tokenizer",
+    source,
+    tokenizer,
     *,
-    max_prompt_length: int,
-    system_prompt: str = "",
-    prompt_column: str = "",
-    answer_column: str = "",
-    rows: list[dict] | None = None,
-    held_out: int = 0,
+    max_prompt_length,
+    system_prompt="",
+    prompt_column="",
+    answer_column="",
+    rows=None,
+    held_out=0,
 ) -> PromptSet:
     """Reads and encodes the prompts of the file `source`, or those of `rows`, which `source` then only names.
 
@@ -127,23 +127,23 @@ def load_prompts(
     return PromptSet(prompts[held_out:] or prompts, prompts[:held_out], notes, fingerprint)
 
 
-def concatenate(sets: dict[str, PromptSet]) -> PromptSet:
-    """One set of several, in the order given: {source: its prompts}. A single one is returned as it is.
+def concatenate(sources, sets: list[PromptSet]) -> PromptSet:
+    """One set of several, in the order given; sources: their names. A single one is returned as it is.
 
     A column that only some of the sources have is None in the others' prompts.
     """
     if len(sets) == 1:
-        return next(iter(sets.values()))
+        return sets[0]
     # The prompts of a set have the same columns.
-    names = column_names(some.train[0].columns for some in sets.values())
+    names = column_names(some.train[0].columns for some in sets)
     train = []
     held_out = []
     notes = []
-    for source, some in sets.items():
+    for source, some in zip(sources, sets):
         train += [replace(p, columns=names | p.columns) for p in some.train]
         held_out += [replace(p, columns=names | p.columns) for p in some.held_out]
         notes += [f"{source}: {note}" for note in some.notes]
-    return PromptSet(train, held_out, notes, sha256([some.fingerprint for some in sets.values()]))
+    return PromptSet(train, held_out, notes, sha256([some.fingerprint for some in sets]))
 
 
 def sha256(value) -> str:
@@ -171,7 +171,7 @@ def naming(place):
         raise ValueError(f"{place}: {kind}{error}") from error
 
 
-def choose_column(table, prompt_column: str, answer_column: str) -> str:
+def choose_column(table, prompt_column, answer_column) -> str:
     """The column that holds the prompts; "nums" stands for Countdown."""
     rows = table.values()
     listed = ", ".join(sorted(column_names(rows))) or "none"
@@ -185,7 +185,7 @@ def choose_column(table, prompt_column: str, answer_column: str) -> str:
     raise ValueError(f"no prompts in {looked_for} (its columns: {listed}): --prompt_column names another")
 
 
-def find_field(row, name: str):
+def find_field(row, name):
     """row["a"]["b"] for "a.b", unless a column is called "a.b"; None where there is nothing."""
     value = row
     for key in [name] if name in row else name.split("."):
@@ -193,7 +193,7 @@ def find_field(row, name: str):
     return value
 
 
-def parse_countdown(row: dict) -> dict:
+def parse_countdown(row) -> dict:
     """The row of a Countdown file with numbers, with which the reward calculates, where .csv has text."""
     with naming("'nums' must be integers in a list, 'target' an integer"):
         nums = json.loads(str(row["nums"]))
@@ -203,7 +203,7 @@ def parse_countdown(row: dict) -> dict:
     return row | {"nums": nums, "target": target}
 
 
-def read_prompt(row, column: str, system_prompt: str) -> str | list[dict]:
+def read_prompt(row, column, system_prompt) -> str | list[dict]:
     """The prompt of a row: text only where column "prompt" holds text and there is no system prompt."""
     value = find_field(row, column)
     if column == "nums":
@@ -222,7 +222,7 @@ def read_prompt(row, column: str, system_prompt: str) -> str | list[dict]:
     return messages
 
 
-def check_messages(turns: list, column: str) -> list[dict]:
+def check_messages(turns, column) -> list[dict]:
     """The messages without null fields, and without the reply that ends a conversation in "messages"."""
     messages = []
     for turn in turns:
@@ -266,7 +266,7 @@ def find_gold(place, row, columns) -> Gold:
     return Gold(place, None, None)
 
 
-def describe(prompts: list[Prompt], golds: list[Gold], prompt_column: str) -> list[str]:
+def describe(prompts: list[Prompt], golds: list[Gold], prompt_column) -> list[str]:
     """What the person who started the run should know about the data."""
     used = dict.fromkeys(gold.column for gold in golds if gold.column)
     from_columns = " or ".join(map(repr, used)) or "nowhere (--answer_column names their column)"
@@ -283,7 +283,7 @@ def describe(prompts: list[Prompt], golds: list[Gold], prompt_column: str) -> li
     return notes
 
 
-def parseable(gold: Gold, prompt_column: str, gsm8k: bool) -> bool:
+def parseable(gold: Gold, prompt_column, gsm8k: bool) -> bool:
     """Whether a gold answer has the shape of its file's kind. The reward functions parse for themselves."""
     if not isinstance(gold.answer, str):
         return gold.answer is not None and gold.answer == gold.answer  # only NaN differs from itself
@@ -297,7 +297,7 @@ def parseable(gold: Gold, prompt_column: str, gsm8k: bool) -> bool:
 
 # ---- Reading files -----------------------------------------------------------------------------------------
 
-def read_rows(path: Path) -> dict[str, dict]:
+def read_rows(path) -> dict[str, dict]:
     """{place: row} of a file. Messages name the place: "line 3" or "row 3"."""
     readers = {".jsonl": read_json, ".json": read_json, ".csv": read_csv, ".parquet": read_parquet}
     read = readers.get(path.suffix.lower())
@@ -327,7 +327,7 @@ def read_json(path):
     return rows
 
 
-def parse_object(text: str) -> dict:
+def parse_object(text) -> dict:
     """The JSON object {…} in a text; a TypeError for other JSON."""
     return {**json.loads(text)}
 
@@ -378,7 +378,7 @@ class Tokenizer:
     mention.
     """
 
-    def __init__(self, folder: str | Path, chat_template: str = "", chat_template_kwargs: str = ""):
+    def __init__(self, folder, chat_template: str = "", chat_template_kwargs: str = ""):
         self.folder = Path(folder)
         self.file = self.folder / "tokenizer.json"
         with naming(self.file):
@@ -398,7 +398,7 @@ class Tokenizer:
             self.template = compile_template(source or "", self.special, keywords)
         self.has_chat_template = source is not None
 
-    def _read(self, name: str) -> dict:
+    def _read(self, name) -> dict:
         """The JSON object in a file of the folder; {} where there is no such file."""
         path = self.folder / name
         if not path.is_file():
@@ -451,7 +451,7 @@ class Tokenizer:
             probe = self.backend.encode(self.backend.id_to_token(self.eos_token_ids[0]) or "")
         return probe.ids[:1] if probe.special_tokens_mask[:1] == [1] else []
 
-    def render(self, prompt: str | list[dict]) -> str:
+    def render(self, prompt) -> str:
         """The text that the model sees. A text stays as it is; messages go through the chat template, up to
         where the answer starts. Without a template their contents are joined by empty lines.
 
@@ -464,7 +464,7 @@ class Tokenizer:
         with naming(self.template_place):
             return self.template.render(messages=prompt)
 
-    def encode(self, prompt: str | list[dict]) -> list[int]:
+    def encode(self, prompt) -> list[int]:
         """Token ids of a text or of messages. Raises ValueError for text that cannot be encoded."""
         text = self.render(prompt)
         return self.encode_texts([text])[0]
@@ -486,12 +486,12 @@ class Tokenizer:
         bos = self.bos_token_ids
         return [ids if ids[:1] == bos else bos + ids for ids in encoded]
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids, skip_special_tokens=True) -> str:
         """The text of token_ids."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
-def find_template(folder: Path, configured, chosen: str) -> tuple[str, str | None]:
+def find_template(folder, configured, chosen: str) -> tuple[str, str | None]:
     """(where the chat template stands, its text, or None where there is none).
 
     configured: the chat_template of tokenizer_config.json: a text, or a list of {"name": …, "template": …}.
@@ -514,7 +514,7 @@ def find_template(folder: Path, configured, chosen: str) -> tuple[str, str | Non
         return name, read_text(Path(name))
 
 
-def compile_template(source: str, special: dict[str, str], keywords: dict) -> jinja2.Template:
+def compile_template(source, special, keywords) -> jinja2.Template:
     """Compiles with the settings and helpers of transformers, because templates are written for those.
 
     special: {"eos_token": text, …}. Raises ValueError for keywords that the template does not mention.
@@ -540,7 +540,7 @@ def compile_template(source: str, special: dict[str, str], keywords: dict) -> ji
     return template
 
 
-def raise_exception(message: str):
+def raise_exception(message):
     raise jinja2.TemplateError(message)
 
 
@@ -551,7 +551,7 @@ def to_json(value, ensure_ascii=False, **options) -> str:
 
 # ---- Order and seeds ---------------------------------------------------------------------------------------
 
-def prompt_indices(step: int, prompts_per_step: int, size: int, seed: int) -> list[int]:
+def prompt_indices(step, prompts_per_step, size, seed) -> list[int]:
     """The prompts of a step, as indices into all `size` of them: the next P = prompts_per_step of the epochs.
 
     Every epoch is a permutation of all prompts, and the epochs follow each other without a gap: a step may
@@ -566,12 +566,12 @@ def prompt_indices(step: int, prompts_per_step: int, size: int, seed: int) -> li
 
 
 @functools.lru_cache(maxsize=2)  # a step at the seam of two epochs needs both
-def permutation(seed: int, epoch: int, size: int) -> list[int]:
+def permutation(seed, epoch, size) -> list[int]:
     """Sorted by hash: the same in every Python version, and without a random generator's state to save."""
     return sorted(range(size), key=lambda i: hash62("order", seed, epoch, i))
 
 
-def sample_seed(seed: int, step: int, resampling_round: int, slot: int) -> int:
+def sample_seed(seed, step, resampling_round, slot) -> int:
     """The seed, of 62 bits, for the completions of one prompt.
 
     slot: the prompt's index in the step's batch over all ranks. resampling_round: 0, or that of dynamic

@@ -4,9 +4,9 @@
     engine = RemoteEngine(world, arguments)     # --split: the last rank, which runs `serve`, only generates
     engine = RecordedEngine(Path("runs/sums"))  # --replay: what an earlier run generated, from its files
 
-Only the first makes a new sample from the weights in this process; it is slow, and simple enough to check the
-others against. The second is the layout that colocation replaces, kept for comparison. The third repeats a
-run to the last bit, so that a changed loss can be compared on equal rollouts.
+The first is slow, and simple enough to check an engine against. The second is the layout that colocation
+replaces, kept for comparison. The third repeats a run to the last bit, so that a changed loss can be compared
+on equal rollouts.
 """
 
 import datetime
@@ -268,14 +268,15 @@ def serve(world) -> None:
 
 @functools.cache
 def connect(world) -> "Link | None":
-    """The link between the first trainer and the rank that generates; None on other ranks.
+    """The link between the first trainer and the rank that generates, made at the first call; None elsewhere.
 
-    Made at the first call. Both call it when they start: only who is linked notices when the other one ends,
-    also when no engine was ever wanted.
+    Both call it as soon as they start: only a linked rank notices that the other one has ended, which it may
+    before any engine is wanted.
     """
     if world.rank == 0:
         return Link(world.store, 0, world.device)
-    return None if world.trains else Link(world.store, 1, world.device)
+    if not world.trains:
+        return Link(world.store, 1, world.device)
 
 
 class Link:
@@ -322,16 +323,24 @@ def become_a_job_of_one_rank() -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))  # finds a free port
         _, port = s.getsockname()
-    os.environ.update(
-        RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="False")
+    os.environ["RANK"] = "0"
+    os.environ["WORLD_SIZE"] = "1"
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = str(port)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # this job of one opens a store of its own
 
 
 # ---- Recorded rollouts (--replay) --------------------------------------------------------------------------
 
-# What must be the same for the rollouts to be those that this run would have.
-SAME_OPTIONS = ("model", "data", "seed", "prompts_per_step", "num_generations", "temperature",
-                "dynamic_sampling_rounds")
+SAME_OPTIONS = (  # or the rollouts would be of other prompts, seeds or distributions
+    "model",
+    "data",
+    "seed",
+    "prompts_per_step",
+    "num_generations",
+    "temperature",
+    "dynamic_sampling_rounds",
+)
 
 
 class RecordedEngine(Engine):
@@ -374,9 +383,9 @@ def read_rollouts(path: Path) -> dict[tuple, Completion]:
             token_ids, logprobs = row["completion_ids"], row["sampler_logps"]
             key = (row["seed"], *row["prompt_ids"])
             recorded[key] = Completion(token_ids, logprobs)
-            right = len(token_ids) == len(logprobs)
-            right &= {type(token) for token in token_ids} == {int}
-            right &= {type(logprob) for logprob in logprobs} == {float}
+            token_types = {type(token) for token in token_ids}
+            logprob_types = {type(logprob) for logprob in logprobs}
+            right = len(token_ids) == len(logprobs) and token_types == {int} and logprob_types == {float}
         except Exception:  # whatever the damage made of this line
             right = False
         if not right:

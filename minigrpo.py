@@ -7,8 +7,8 @@
 
 GRPO (group relative policy optimization): sample a group of completions for each prompt from the model
 itself and score each of them. What is better than its group gets a positive advantage, what is worse a
-negative one. A gradient step makes the tokens of the better completions more likely and those of the worse less
-likely, and the next step samples from the changed model. There is no value model and no labelled answer to
+negative one. A gradient step makes the tokens of the better completions more likely and those of the worse
+less likely, and the next step samples from the changed model. There is no value model and no labelled answer to
 imitate.
 
 This file in its order: the mathematics; rollouts; the update; the loop, `train`, with its seven stages in the
@@ -65,11 +65,11 @@ def group_advantages(scores, scale_rewards="group", baseline="group"):
     others = (count - 1).clamp(min=1)
     mean = scores.nansum(1, keepdim=True) / count.clamp(min=1)
     difference = torch.where(scored, scores - mean, 0.0)
-    std = (difference.square().sum(1, keepdim=True) / others).sqrt()
+    variance = difference.square().sum(1, keepdim=True) / others
     if baseline == "leave_one_out":  # r - (the others' mean) = (r - mean) · n / (n - 1)
         difference = difference * count / others
     if scale_rewards == "group":
-        difference = difference / (std + 1e-4)
+        difference = difference / (variance.sqrt() + 1e-4)
     elif scale_rewards == "batch" and scored.sum() > 1:
         difference = difference / (scores[scored].std() + 1e-4)
     highest = scores.nan_to_num(-math.inf).amax(1, keepdim=True)
@@ -88,8 +88,9 @@ def clipped_objective(ratio, logp, advantage, c):
     high = 1 + (c.epsilon_high or c.epsilon)
     free = ratio.clamp(max=c.delta) if c.delta else ratio
     objective = torch.minimum(free * advantage, ratio.clamp(low, high) * advantage)
-    clipped = (ratio < low) & (advantage < 0) | (ratio > high) & (advantage > 0)
-    return objective, clipped
+    too_rare = (ratio < low) & (advantage < 0)
+    too_likely = (ratio > high) & (advantage > 0)
+    return objective, too_rare | too_likely
 
 
 def cispo_objective(ratio, logp, advantage, c):
@@ -169,8 +170,8 @@ def policy_loss(logp, batch, c):
 def mean_by_completion(x, completion):
     """x [T] → [T]: each value becomes the mean over its completion; completion: int64 [T]."""
     total = torch.zeros_like(x).index_add(0, completion, x)
-    count = torch.zeros_like(x).index_add(0, completion, torch.ones_like(x))
-    return (total / count.clamp(min=1))[completion]
+    count = completion.bincount()  # of its tokens; a token stands here only where it trains
+    return total[completion] / count[completion]
 
 
 # ---- Rollouts ----------------------------------------------------------------------------------------------
@@ -213,8 +214,8 @@ class Rollout:
         return self.finite()
 
 
-def draw_prompts(prompts, step, c, resampling=0) -> list[tuple[int, Prompt]]:
-    """(slot, prompt) for the whole batch of a step; resampling: the round of dynamic sampling.
+def draw_prompts(prompts, step, c, resampling=0):
+    """[(slot, prompt), …] for the whole batch of a step; resampling: the round of dynamic sampling.
 
     It follows from the arguments alone, so no rank waits for another and checkpoints store no order.
     """
@@ -223,8 +224,8 @@ def draw_prompts(prompts, step, c, resampling=0) -> list[tuple[int, Prompt]]:
     return [(slot, prompts[i]) for slot, i in enumerate(indices)]
 
 
-def generate_rollouts(engine, prompts, step, tokenizer, seed, sampling, resampling=0) -> list[Rollout]:
-    """sampling["n"] completions for each (slot, prompt) of this rank, group after group."""
+def generate_rollouts(engine, prompts, step, tokenizer, seed, sampling, resampling=0):
+    """sampling["n"] Rollouts for each (slot, prompt) of this rank, group after group."""
     n, stop = sampling["n"], sampling["stop"]
     seeds = [sample_seed(seed, step, resampling, slot) for slot, _ in prompts]
     groups = engine.generate(
@@ -253,21 +254,22 @@ def generate_rollouts(engine, prompts, step, tokenizer, seed, sampling, resampli
     return rollouts
 
 
-def score_rollouts(rollouts, scorer, group_size) -> list[Rollout]:
+def score_rollouts(rollouts, scorer, group_size):
     """The rollouts with their rewards. A group is scored in one call; what has rewards keeps them."""
-    groups = [rollouts[i:i + group_size] for i in range(0, len(rollouts), group_size)]
-    groups = [group for group in groups if group[0].parts is None]
+    waiting = [r for r in rollouts if r.parts is None]
+    groups = [waiting[i:i + group_size] for i in range(0, len(waiting), group_size)]
     requests = []
     for group in groups:
         texts = [r.completion for r in group]
         token_ids = [r.completion_ids for r in group]
-        requests.append(Group(group[0].prompt, texts, token_ids, group[0].columns))
+        first = group[0]
+        requests.append(Group(first.prompt, texts, token_ids, first.columns))
     with reading("--reward", ValueError):  # a function that fails on its whole first batch must be wrong
         results = scorer.score(requests)
     scored = {r.slot: r for r in rollouts}
     for group, scores in zip(groups, results):
         for i, r in enumerate(group):
-            parts = {name: values[i] for name, values in scores.parts.items()}
+            parts = {name: rewards[i] for name, rewards in scores.parts.items()}
             scored[r.slot] = replace(r, reward=scores.rewards[i], parts=parts)
     return list(scored.values())
 
@@ -287,10 +289,12 @@ def update(policy, optimizer, rollouts, c, world):
     completion that trains, on rank 0, which writes them down.
     """
     groups = len(rollouts) // c.num_generations
-    cuts = [m * groups // c.num_minibatches * c.num_generations for m in range(c.num_minibatches + 1)]
-    minibatches = [
-        make_micro_batches(policy, rollouts[low:high], c, world) for low, high in itertools.pairwise(cuts)]
-    every = list(itertools.chain.from_iterable(minibatches))
+    minibatches = []
+    for m in range(c.num_minibatches):
+        low = m * groups // c.num_minibatches * c.num_generations
+        high = (m + 1) * groups // c.num_minibatches * c.num_generations
+        minibatches.append(make_micro_batches(policy, rollouts[low:high], c, world))
+    every = flatten(minibatches)
     with torch.no_grad():
         if c.num_iterations * c.num_minibatches > 1:  # the policy will move away from the one that sampled
             for batch in every:
@@ -310,7 +314,9 @@ def update(policy, optimizer, rollouts, c, world):
             loss.backward()
             if norms:  # only in the first optimizer step the ratio must be 1
                 del sums["first_ratio_error"]
-            seen.append(sums | {"entropy": entropy.sum(), "tokens": batch.weight.count_nonzero()})
+            sums["entropy"] = entropy.sum()
+            sums["tokens"] = batch.weight.count_nonzero()
+            seen.append(sums)
         norms.append(optimizer.step())
     old_logps = gather_old_logps(every, world) if c.save_rollouts else {}
     return update_metrics(seen, norms, rollouts, c, world), old_logps
@@ -335,9 +341,11 @@ class MicroBatch:
 
     def logprobs(self, policy, temperature):
         """Log-probability of each token that trains, and the entropy of what it was drawn from; each [T]."""
-        hidden = policy.packed(self.stream, [r.length for r in self.rollouts])  # [S, hidden]
+        lengths = [r.length for r in self.rollouts]
+        hidden = policy.packed(self.stream, lengths)  # [S, hidden]
         before = hidden[self.places - 1]  # [T, hidden]: the state before a token predicts it
-        return model.token_logprobs(before, policy.head_weight, self.stream[self.places], temperature)
+        tokens = self.stream[self.places]
+        return model.token_logprobs(before, policy.head_weight, tokens, temperature)
 
 
 # ---- The step and the loop ---------------------------------------------------------------------------------
@@ -353,12 +361,16 @@ def train(c, world):
     inputs = load(c, source, run.latest if start else source, world)
     policy, tokenizer, scorer = inputs.policy, inputs.tokenizer, inputs.scorer
     engine, optimizer = begin(c, source, inputs, run, world)
-    save = functools.partial(save_checkpoint, run, policy, optimizer, source, data=inputs.prompts.fingerprint)
-    health, console = Health(c.max_skipped, bool(c.replay)), Console(inputs.updates, c.log_completions)
+    fingerprint = inputs.prompts.fingerprint
+    save = functools.partial(save_checkpoint, run, policy, optimizer, source, data=fingerprint)
+    health = Health(c.max_skipped, bool(c.replay))
+    console = Console(inputs.updates, c.log_completions)
     before, after = run.state.get("before"), None  # accuracy of the first weights, and of the last
 
     for step in range(start, inputs.updates + 1):
-        last, row, began = step == inputs.updates, {"step": step, "weight_version": step}, world.clock()
+        last = step == inputs.updates
+        row = {"step": step, "weight_version": step}
+        began = world.clock()
         watch = functools.partial(timed, row, world=world)
         scorer.state.update(global_step=step, max_steps=inputs.schedule)  # evaluation scores too
         with watch("wake"):                                                                     # 1. wake
@@ -383,26 +395,28 @@ def train(c, world):
         with watch("reward"):                                                                   # 4. reward
             rollouts = score_rollouts(rollouts, scorer, c.num_generations)
             world.barrier("reward")  # before a collective, so that a straggler is named
-            rollouts = list(itertools.chain.from_iterable(world.all_gather(rollouts)))  # by slot
+            rollouts = flatten(world.all_gather(rollouts))  # by slot, as the ranks' parts are contiguous
         scores = reward_table(rollouts, c.num_generations)                                      # 5. advantage
-        advantages = group_advantages(scores, c.scale_rewards, c.baseline).flatten().tolist()
-        rollouts = [replace(r, advantage=advantage) for r, advantage in zip(rollouts, advantages)]
+        advantages = group_advantages(scores, c.scale_rewards, c.baseline).flatten()
+        rollouts = [replace(r, advantage=a) for r, a in zip(rollouts, advantages.tolist())]
         row["learning_rate"] = learning_rate_at(step, inputs.schedule, c)
         with watch("update"):                                                                   # 6. update
             for group in optimizer.param_groups:
                 group["lr"] = row["learning_rate"]
             measured, old_logps = update(policy, optimizer, rollouts, c, world)
         if world.cuda:  # torch believes that it still has what the sleeping engine gave back
-            row["memory/peak_gib"] = (torch.cuda.max_memory_allocated() - engine.given_back) / 2**30
+            peak = torch.cuda.max_memory_allocated() - engine.given_back
+            row["memory/peak_gib"] = peak / 2**30
         row |= measured | {"time/step": world.clock() - began}                                  # 7. record
         row |= step_metrics(rollouts, scores, row, policy, world)
         run.record(row)
-        run.write_rollouts(step, [to_record(r, old_logps.get(r.slot)) for r in rollouts])
+        run.write_rollouts(step, to_records(rollouts, old_logps))
         world.print0(console.text(row, rollouts))
         for trouble in health.check(row, rollouts):
             world.print0(f"warning: step {step + 1}: {trouble}")
         stopped = any(world.all_gather(stop.wanted))  # a signal may have reached one rank only
-        if stopped or ((step + 1) % c.save_steps == 0 and step + 1 < inputs.updates):
+        due = (step + 1) % c.save_steps == 0 and step + 1 < inputs.updates
+        if due or stopped:
             save(step + 1, before=before, stopped=stopped)
         if stopped:
             world.print0(f"stopped after update {step + 1}: the same command continues")
@@ -455,11 +469,14 @@ def learning_rate_at(step, steps, c) -> float:
     return c.learning_rate * shape[c.lr_scheduler_type]
 
 
-def to_record(r: Rollout, old_logps: list | None) -> dict:
-    """A line of rollouts/step_N.jsonl."""
-    line = vars(r) | {"trainer_logps": old_logps}
-    del line["columns"]
-    return line
+def to_records(rollouts, old_logps) -> list[dict]:
+    """The lines of rollouts/step_N.jsonl; old_logps: slot → the trainer's log-probabilities."""
+    records = []
+    for r in rollouts:
+        record = vars(r) | {"trainer_logps": old_logps.get(r.slot)}
+        del record["columns"]
+        records.append(record)
+    return records
 
 
 def save_checkpoint(run, policy, optimizer, source, step, **state):
@@ -470,7 +487,7 @@ def save_checkpoint(run, policy, optimizer, source, step, **state):
 
 # ---- Dividing the work of an update ------------------------------------------------------------------------
 
-def make_micro_batches(policy, rollouts, c, world) -> list[MicroBatch]:
+def make_micro_batches(policy, rollouts, c, world):
     """This rank's part of one optimizer step; every rank divides the same list."""
     trained = {r.slot: r.trained(c.mask_truncated_completions) for r in rollouts}
     counts = [len(tokens) for tokens in trained.values()]
@@ -478,28 +495,34 @@ def make_micro_batches(policy, rollouts, c, world) -> list[MicroBatch]:
     denominators = dict(zip(trained, denominators))  # by slot too
     useful = [r for r in rollouts if trained[r.slot]]
     costs = [policy.update_flops([r.length]) for r in useful]
-    mine = [useful[i] for i in balance(costs, world.world_size)[world.rank]]
+    parts = balance(costs, world.world_size)
+    mine = [useful[i] for i in parts[world.rank]]
     batches = []
     for indices in pack([r.length for r in mine], c.micro_batch_tokens):
-        batches.append(join([mine[i] for i in indices], trained, denominators, policy))
+        some = [mine[i] for i in indices]
+        batches.append(join(some, trained, denominators, policy))
     return batches
 
 
-def balance(costs: list[float], ranks: int) -> list[list[int]]:
+def balance(costs, ranks):
     """Indices for each rank, the largest first to the rank with the least so far. Same on every rank."""
     parts = [[] for _ in range(ranks)]
     load = [0] * ranks
-    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+    for i in largest_first(costs):
         rank = load.index(min(load))
         parts[rank].append(i)
         load[rank] += costs[i]
     return parts
 
 
-def pack(lengths: list[int], budget: int) -> list[list[int]]:
+def largest_first(sizes) -> list[int]:
+    return sorted(range(len(sizes)), key=lambda i: -sizes[i])
+
+
+def pack(lengths, budget):
     """Indices for each micro-batch, first fit, longest first. A sequence over the budget travels alone."""
     bins, room = [], []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for i in largest_first(lengths):
         fits = [b for b, free in enumerate(room) if lengths[i] <= free]
         if fits:
             bins[fits[0]].append(i)
@@ -512,81 +535,95 @@ def pack(lengths: list[int], budget: int) -> list[list[int]]:
 
 def join(rollouts, trained, denominators, policy) -> MicroBatch:
     """trained: slot → which tokens train; denominators: slot → what they are divided by."""
-    stream, places, completion, sampler_logp, advantage, weight = [], [], [], [], [], []
-    for number, r in enumerate(rollouts):
+    stream, places, sampler_logp = [], [], []
+    for r in rollouts:
         tokens = trained[r.slot]
         first = len(stream) + len(r.prompt_ids)
         stream += r.prompt_ids + r.completion_ids
         places += [first + k for k in tokens]
-        completion += [number] * len(tokens)
         sampler_logp += [r.sampler_logps[k] for k in tokens]
-        advantage += [r.advantage] * len(tokens)
-        weight += [1 / denominators[r.slot]] * len(tokens)
-    integers = [torch.tensor(values) for values in (stream, places, completion)]
     wide = torch.promote_types(policy.dtype, torch.float32)
-    reals = [torch.tensor(values, dtype=wide) for values in (sampler_logp, advantage, weight)]
-    return MicroBatch(rollouts, *[model.upload(tensor, policy.device) for tensor in integers + reals])
+    counts = torch.tensor([len(trained[r.slot]) for r in rollouts])
+    advantage = torch.tensor([r.advantage for r in rollouts], dtype=wide)
+    weight = torch.tensor([1 / denominators[r.slot] for r in rollouts], dtype=wide)
+    batch = MicroBatch(
+        rollouts,
+        stream=torch.tensor(stream),
+        places=torch.tensor(places),
+        completion=torch.arange(len(rollouts)).repeat_interleave(counts),
+        sampler_logp=torch.tensor(sampler_logp, dtype=wide),
+        advantage=advantage.repeat_interleave(counts),
+        weight=weight.repeat_interleave(counts))
+    for name, value in vars(batch).items():
+        if isinstance(value, torch.Tensor):
+            setattr(batch, name, model.upload(value, policy.device))
+    return batch
 
 
-def gather_old_logps(batches, world) -> dict[int, list]:
-    """Slot → log-probabilities of the tokens before the update, None where it does not train."""
+def gather_old_logps(batches, world):
+    """{slot: log-probabilities of its tokens before the update, None for a token that does not train}."""
     mine = {}
     for batch in batches:
         values = iter(batch.old_logp.tolist())
         for r in batch.rollouts:
-            mine[r.slot] = [None] * len(r.completion_ids)
+            logps = [None] * len(r.completion_ids)
             for k in r.finite():
-                mine[r.slot][k] = next(values)
-    whole = {}
-    for part in world.all_gather(mine):
-        whole |= part
-    return whole
+                logps[k] = next(values)
+            mine[r.slot] = logps
+    return functools.reduce(dict.__or__, world.all_gather(mine))
+
+
+def flatten(lists) -> list:
+    return list(itertools.chain.from_iterable(lists))
 
 
 # ---- Dynamic sampling --------------------------------------------------------------------------------------
 
-def resample_groups(engine, rollouts, step, inputs, c) -> list[Rollout]:
+def resample_groups(engine, rollouts, step, inputs, c):
     """Groups whose rewards all agree are replaced by those of other prompts (DAPO, section 3.2)."""
     size = c.num_generations
     for attempt in range(1, c.dynamic_sampling_rounds + 1):
         rollouts = score_rollouts(rollouts, inputs.scorer, size)
-        teaches = group_advantages(reward_table(rollouts, size)).any(1).tolist()
-        slots = [r.slot // size for r in rollouts[::size]]
+        advantages = group_advantages(reward_table(rollouts, size))
         others = draw_prompts(inputs.prompts.train, step, c, attempt)
-        some = [others[slot] for slot, useful in zip(slots, teaches) if not useful]
+        some = []
+        for first, advantage in zip(rollouts[::size], advantages):
+            if not advantage.any():
+                some.append(others[first.slot // size])
         # Also with nothing to replace: with --split all ranks ask the engine together.
         new = generate_rollouts(engine, some, step, inputs.tokenizer, c.seed, c.sampling, attempt)
-        by_slot = {r.slot: r for r in rollouts}
-        by_slot |= {r.slot: r for r in new}
+        by_slot = {r.slot: r for r in rollouts + new}  # the new ones take the places of the old
         rollouts = list(by_slot.values())
     return rollouts
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
 
-def evaluate(engine, inputs, c, world) -> dict[str, float]:
+def evaluate(engine, inputs, c, world):
     """eval_metrics by the first reward function, every rank its part of the prompts of all sets."""
-    size, held_out = c.eval_sampling["n"], inputs.held_out
-    prompts = list(enumerate(itertools.chain.from_iterable(held_out.values())))
-    rollouts = generate_rollouts(
-        engine, world.my_part(prompts), -1, inputs.tokenizer, c.seed, c.eval_sampling)
-    rollouts = score_rollouts(rollouts, inputs.scorer, size)
-    mine = [next(iter(r.parts.values())) or 0.0 for r in rollouts]
+    n = c.eval_num_generations
+    prompts = list(enumerate(flatten(inputs.held_out.values())))
+    mine = world.my_part(prompts)
+    rollouts = generate_rollouts(engine, mine, -1, inputs.tokenizer, c.seed, c.eval_sampling)
+    rollouts = score_rollouts(rollouts, inputs.scorer, n)
+    scores = []
+    for r in rollouts:
+        first, *_ = r.parts.values()
+        scores.append(first or 0.0)
     world.barrier("evaluation")
-    scores = itertools.chain.from_iterable(world.all_gather(mine))  # of every prompt, in order
-    points = {}
-    for name, some in held_out.items():
-        points[name] = [list(itertools.islice(scores, size)) for _ in some]
+    scores = flatten(world.all_gather(scores))  # n of every prompt, in order
+    groups = iter([scores[i:i + n] for i in range(0, len(scores), n)])
+    points = {name: list(itertools.islice(groups, len(p))) for name, p in inputs.held_out.items()}
     return eval_metrics(points)
 
 
-def eval_metrics(points: dict[str, list[list[float]]]) -> dict[str, float]:
+def eval_metrics(points):
     """Accuracy, the mean over all completions, and pass@k for k = 2, 4, ...: the chance that one of k has the
     full score, from c such among n without bias 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1).
 
     points: data set → prompt → the score of each of its n completions. Of several sets, of each one too.
     """
-    sets = {"eval": list(itertools.chain.from_iterable(points.values()))}
+    sets = {"eval": flatten(points.values())}
     if len(points) > 1:
         sets |= {f"eval/{name}": prompts for name, prompts in points.items()}
     row = {}
@@ -594,9 +631,11 @@ def eval_metrics(points: dict[str, list[list[float]]]) -> dict[str, float]:
         n = len(prompts[0])
         row[f"{name}/accuracy"] = sum(sum(scores) / n for scores in prompts) / len(prompts)
         wrong = [sum(score < 1 for score in scores) for scores in prompts]
-        for k in [2**i for i in range(1, n.bit_length())]:
+        k = 2
+        while k <= n:
             missed = [math.comb(w, k) / math.comb(n, k) for w in wrong]
             row[f"{name}/pass@{k}"] = 1 - sum(missed) / len(prompts)
+            k *= 2
     return row
 
 
@@ -625,6 +664,7 @@ def update_metrics(seen, norms, rollouts, c, world) -> dict:
     row = {name: whole[name] / tokens for name in TOKEN_MEANS}
     row |= {name: whole[name] for name in TOKEN_MAXIMA}
     lengths = [r.length for r in rollouts if r.trained(c.mask_truncated_completions)]
+    broken = [len(r.completion_ids) - len(r.finite()) for r in rollouts]
     ratio, squared = whole["importance_ratio/mean"], whole["importance_ratio/squared"]
     return row | {
         "kl": row["kl"] if c.beta else None,
@@ -633,7 +673,7 @@ def update_metrics(seen, norms, rollouts, c, world) -> dict:
         "grad_norm": sum(norms) / len(norms),
         "skipped_updates": sum(not math.isfinite(norm) for norm in norms),
         "trained_tokens": whole["tokens"] // c.num_iterations,
-        "broken_logprobs": sum(len(r.completion_ids) - len(r.finite()) for r in rollouts),
+        "broken_logprobs": sum(broken),
         "trained_lengths": lengths * c.num_iterations,  # for the FLOP; no metric
     }
 
@@ -697,7 +737,7 @@ class Health:
             usual_gap = math.inf
         some = rollouts[::1 + len(rollouts) // 64]
         long = [r.completion_ids for r in some if len(r.completion_ids) >= 32]
-        flooded = sum(Counter(ids).most_common(1)[0][1] > len(ids) / 2 for ids in long)
+        flooded = [ids for ids in long if max(Counter(ids).values()) > len(ids) / 2]
         troubles = [  # (whether it is there, after how many steps in a row it ends the run, what to say)
             (row["reward"] is None, 3,
              "no completion had a reward: does --reward return one number or None for each completion of a "
@@ -710,8 +750,8 @@ class Health:
             (entropy < 0.02 * usual_entropy, math.inf,
              f"entropy fell from {usual_entropy:.2f} to {entropy:.3f}: the completions of a prompt hardly "
              "differ, and a group without a difference teaches nothing"),
-            (flooded > len(long) / 4, math.inf,
-             f"one token is more than half of {flooded} of {len(long)} completions"),
+            (len(flooded) > len(long) / 4, math.inf,
+             f"one token is more than half of {len(flooded)} of {len(long)} completions"),
         ]
         warnings = []
         for number, (present, limit, words) in enumerate(troubles):
@@ -733,7 +773,8 @@ class Console:
     def text(self, row, rollouts) -> str:
         done, total = row["step"] + 1, self.updates
         self.recent.append(row["time/step"] - row.get("time/eval", 0))
-        minutes, seconds = divmod(round((total - done) * statistics.median(self.recent)), 60)
+        left = (total - done) * statistics.median(self.recent)
+        minutes, seconds = divmod(round(left), 60)
         reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
         accuracy = f"  accuracy {row['eval/accuracy']:.1%}" if "eval/accuracy" in row else ""
         lines = [
@@ -817,8 +858,8 @@ def model_folder(c, run, world) -> Path:
     folder = run.folder / "tiny"
     if run.state["step"] == 0:
         world.print0(f"built-in tiny model: {tiny.WARM_START['steps']} supervised steps on sums with "
-                     f"{tiny.WARM_START['wrong']:.0%} wrong answers come first, so that GRPO finds something to "
-                     "reward")
+                     f"{tiny.WARM_START['wrong']:.0%} wrong answers come first, so that GRPO finds something "
+                     "to reward")
         if world.rank == 0:
             tiny.write_tiny_model(folder, c.seed)
         world.barrier("writing the tiny model")
@@ -836,12 +877,15 @@ def load(c, source, weights, world) -> Inputs:
     with reading(f"--model {source}"):
         model_config = model.ModelConfig.from_folder(source)
         tokenizer = Tokenizer(source, c.chat_template, c.chat_template_kwargs)
-    sets = {name: load_prompts("--data", name, tokenizer, c) for name in c.data}
-    others = {name: load_prompts("--eval_data", name, tokenizer, c) for name in c.eval_data}
-    prompts = data.concatenate(sets)
-    prompts = replace(prompts, fingerprint="".join(s.fingerprint for s in [prompts, *others.values()]))
-    held_out = {Path(name).stem: other.held_out or other.train for name, other in others.items()}
-    if prompts.held_out and not others:
+    sets = [load_prompts("--data", name, tokenizer, c) for name in c.data]
+    prompts = data.concatenate(c.data, sets)
+    held_out, fingerprint = {}, prompts.fingerprint
+    for name in c.eval_data:
+        other = load_prompts("--eval_data", name, tokenizer, c)
+        held_out[Path(name).stem] = other.held_out or other.train
+        fingerprint += other.fingerprint
+    prompts = replace(prompts, fingerprint=fingerprint)
+    if prompts.held_out and not c.eval_data:
         held_out = {"held out": prompts.held_out}
     check_together(c, model_config, tokenizer, prompts, held_out)
     schedule = c.max_steps
@@ -852,10 +896,12 @@ def load(c, source, weights, world) -> Inputs:
     if c.replay:
         updates, held_out = rehearse(c, schedule, prompts, tokenizer), {}
         prompts.notes.append(f"replays {updates} steps of {c.replay}; no engine, no evaluation")
-    dtype = {"auto": "bfloat16" if world.cuda else "float32"}.get(c.dtype, c.dtype)
-    dtype = getattr(torch, dtype)
+    dtype = torch.bfloat16 if world.cuda else torch.float32
+    if c.dtype != "auto":
+        dtype = getattr(torch, c.dtype)
     if world.cuda and (c.colocate or c.split):
-        prompts.notes.append(describe_plan(memory_plan(c, model_config, dtype, world), world.card))
+        plan = memory_plan(c, model_config, dtype, world)
+        prompts.notes.append(describe_plan(plan, world.card))
     with reading(f"--model {weights}"):
         policy = Policy.from_folder(weights, world.device, dtype)
         if weights != source:
@@ -920,8 +966,8 @@ def rehearse(c, schedule, prompts, tokenizer) -> int:
     return steps
 
 
-def memory_plan(c, m, dtype, world) -> dict[str, dict[str, float]]:
-    """Bytes on each GPU in the two halves of a step. Raises RunError, naming what to change, for too many."""
+def memory_plan(c, m, dtype, world):
+    """Bytes on each GPU in the two halves of a step: {half: {what: bytes}}. Raises RunError for too many."""
     longest = c.max_prompt_length + c.max_completion_length
     most = math.ceil(c.prompts_per_step * c.num_generations / world.world_size)  # completions of a rank
     plan = model.memory_plan(

@@ -28,7 +28,6 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -72,7 +71,7 @@ class World:
         if "RANK" in os.environ:
             self.join()
 
-    def find_gpu(self) -> None:
+    def find_gpu(self):
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(self.device)
         _, self.card = torch.cuda.mem_get_info()
@@ -80,7 +79,7 @@ class World:
             if name in torch.cuda.get_device_name():
                 self.peak_flops = flops
 
-    def join(self) -> None:
+    def join(self):
         """Finds the other ranks. Those that train become the default process group."""
         threading.Thread(target=end_with_torchrun, daemon=True).start()
         self.store, _, _ = next(dist.rendezvous("env://"))
@@ -99,7 +98,7 @@ class World:
             # A group of its own, of gloo: NCCL cannot say which ranks are late.
             self.barriers = dist.new_group(backend="gloo", timeout=self.timeout)
 
-    def barrier(self, stage: str) -> None:
+    def barrier(self, stage):
         """Returns when all ranks have ended the stage. Raises Stalled, naming the stragglers."""
         if self.world_size == 1:
             return
@@ -118,7 +117,7 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
-    def print0(self, text: str) -> None:
+    def print0(self, text):
         """Prints, on rank 0 only."""
         if self.rank == 0:
             print(text, flush=True)
@@ -129,14 +128,14 @@ class World:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def my_part(self, items: list) -> list:
+    def my_part(self, items) -> list:
         """This rank's contiguous part of a list that all ranks have; lengths differ by at most one."""
         start = self.rank * len(items) // self.world_size
         stop = (self.rank + 1) * len(items) // self.world_size
         return items[start:stop]
 
 
-def end_with_torchrun() -> None:
+def end_with_torchrun():
     """Ends this process when the one that started it is gone."""
     # torchrun's workers live in sessions of their own: killing it with -9 would leave them running.
     parent = os.getppid()
@@ -165,8 +164,8 @@ class ShardedAdamW:
     offload: keep master weights and moments in the CPU's memory. world: the ranks, by default World().
     """
 
-    def __init__(self, params: Iterable[torch.Tensor], *, lr: float, betas=(0.9, 0.999), eps=1e-8,
-                 weight_decay=0.0, max_grad_norm=1.0, offload=False, world: World | None = None):
+    def __init__(self, params, *, lr: float, betas=(0.9, 0.999), eps=1e-8,
+                 weight_decay=0.0, max_grad_norm=1.0, offload=False, world=None):
         self.world = world or World()
         self.max_grad_norm = max_grad_norm
         self.parameters = list(params)  # in their order in the buffers
@@ -188,7 +187,7 @@ class ShardedAdamW:
         self.adam.state[self.master] = self.state
         self.saved = {"master": self.master, **self.state}
 
-    def flatten(self) -> None:
+    def flatten(self):
         """Moves the parameters into one buffer, `weights`, where parameter i starts at element offsets[i]."""
         self.offsets = []
         size = 0  # elements so far
@@ -209,7 +208,7 @@ class ShardedAdamW:
             hook = functools.partial(self.accumulate, offset)
             p.register_post_accumulate_grad_hook(hook)
 
-    def accumulate(self, offset: int, p: torch.Tensor) -> None:
+    def accumulate(self, offset, p):
         """Called by autograd as soon as a parameter has its gradient."""
         grad = p.grad.flatten()
         self.grads[offset:offset + len(grad)].add_(grad)  # sums in bf16 would lose bits
@@ -220,7 +219,7 @@ class ShardedAdamW:
         """As in torch's optimizers: the learning rate is changed here."""
         return self.adam.param_groups
 
-    def zero_grad(self) -> None:
+    def zero_grad(self):
         self.grads = torch.zeros_like(self.weights, dtype=self.master.dtype)
 
     @torch.no_grad()
@@ -252,7 +251,7 @@ class ShardedAdamW:
         self.all_gather_weights(self.master)
         return norm
 
-    def all_gather_weights(self, shard: torch.Tensor) -> None:
+    def all_gather_weights(self, shard):
         """The working weights of every rank become what the shards of all ranks hold."""
         mine = self.weights[self.shard]
         mine.copy_(shard)
@@ -261,7 +260,7 @@ class ShardedAdamW:
                 mine = mine.clone()  # NCCL gathers in place, gloo cannot
             ALL_GATHER(self.weights, mine)
 
-    def keep_reference(self, params: Iterable[torch.Tensor]) -> None:
+    def keep_reference(self, params):
         """Keeps this rank's shard of other weights of the same shapes, for `as_reference`."""
         self.reference = torch.zeros(self.master.shape, dtype=self.weights.dtype)  # CPU: costs no GPU memory
         for p, offset in zip(params, self.offsets):
@@ -280,11 +279,11 @@ class ShardedAdamW:
         """Bytes of the weights and of all ranks' shards, which hold three numbers a parameter."""
         return self.weights.nbytes + 3 * self.master.nbytes * self.world.world_size
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder):
         """Writes this rank's shard."""
         save_file(self.saved, folder / f"{self.world.rank:05}.safetensors")
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder):
         """Reads this rank's shard, however many ranks wrote theirs.
 
         The parameters must already be those saved with it. Raises ValueError where they are not, or where a
@@ -302,7 +301,7 @@ class ShardedAdamW:
             raise ValueError(f"{checkpoint}: the optimizer is not that of model.safetensors; without this "
                              "folder the run continues from the checkpoint before")
 
-    def fill(self, shard: torch.Tensor, part: slice, values) -> None:
+    def fill(self, shard, part, values):
         """Copies into this rank's shard what `values` hold of it. They are the elements `part` of the buffer.
 
         values: a tensor, or one in a safetensors file, from which only the elements needed are read.
@@ -314,7 +313,7 @@ class ShardedAdamW:
             shard[low - start:high - start] = values[low - part.start:high - part.start]
 
 
-def check_shards(folder: Path, parameters: list[torch.Tensor]) -> dict[Path, slice]:
+def check_shards(folder, parameters) -> dict[Path, slice]:
     """The files of a saved optimizer, and which elements of the buffers each holds. Reads only headers.
 
     Raises ValueError where a file is damaged, or where together they are not the optimizer of `parameters`.
@@ -337,7 +336,7 @@ def check_shards(folder: Path, parameters: list[torch.Tensor]) -> dict[Path, sli
     return shards
 
 
-def shard_length(path: Path) -> int:
+def shard_length(path) -> int:
     """How many elements each of the file's tensors has."""
     try:
         with safe_open(path, "pt") as file:

@@ -8,6 +8,7 @@ by hand or by other code, stand in the tests.
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -23,10 +24,11 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from checkpoint import step_metrics
-from data import write_digits_tokenizer
-from minigrpo import Config, Rollout, ShardedAdamW, World, assign_advantages, update
+from config import Config
+from minigrpo import Rollout, group_advantages, reward_table, step_metrics, update
 from model import Policy
+from sharded import ShardedAdamW, World
+from tiny import write_digits_tokenizer
 
 NAN, INF, EOS = math.nan, math.inf, 1
 VOCAB, LONGEST, TEMPERATURE = 40, 8, 0.7
@@ -145,23 +147,23 @@ def ragged_rollouts() -> list[Rollout]:
     return made
 
 
-def toy_parameters(dtype) -> torch.nn.Module:
-    """Odd shapes, so that no shard ends where a parameter does."""
-    g = torch.Generator().manual_seed(3)
-    values = [torch.randn(shape, generator=g, dtype=torch.float64) * 0.01
-              for shape in [(3, 5), (7,), (1,), (65,), (64, 2), (129,)]]
-    return torch.nn.ParameterList([v.to(dtype) for v in values])
+def with_advantages(rollouts, c: Config) -> list[Rollout]:
+    """As the loop fills them in."""
+    advantages = group_advantages(reward_table(rollouts, c.num_generations), c.scale_rewards, c.baseline)
+    return [dataclasses.replace(r, advantage=a) for r, a in zip(rollouts, advantages.flatten().tolist())]
 
 
-def toy_gradients(step: int, rank: int, part: int, dtype) -> list[torch.Tensor]:
-    g = torch.Generator().manual_seed(1000 * step + 10 * rank + part)
-    values = [torch.randn(p.shape, generator=g, dtype=torch.float64) for p in toy_parameters(dtype)]
-    return [(v * 3.0**-step).to(dtype) for v in values]  # the first steps are clipped, the last are not
+def optimizer_of(policy, c: Config, world: World) -> ShardedAdamW:
+    return ShardedAdamW(
+        policy.parameters(), lr=c.learning_rate, betas=(c.adam_beta1, c.adam_beta2), eps=c.adam_epsilon,
+        weight_decay=c.weight_decay, max_grad_norm=c.max_grad_norm, world=world)
 
 
-TOY = Config(max_grad_norm=0.5, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-3)
-TOY_RATES = [1e-2, 2e-2, 3e-2, 1e-2, 5e-3, 1e-3]
-SMALL_RATE = Config(learning_rate=1e-6, max_grad_norm=1e9)
+def update_at(rate: float, policy, optimizer, rollouts, c: Config, world: World) -> tuple[dict, dict]:
+    """update() with that learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return update(policy, optimizer, rollouts, c, world)
 
 
 # ---- Jobs --------------------------------------------------------------------------------------------------
@@ -170,13 +172,13 @@ class Reduced:
     """An optimizer with the gradient that reaches Adam: summed over the ranks, before the step."""
 
     def __init__(self, policy, c: Config, world: World):
-        self.policy, self.world, self.optimizer, self.seen = policy, world, ShardedAdamW(policy, c, world), []
+        self.policy, self.world, self.optimizer, self.seen = policy, world, optimizer_of(policy, c, world), []
         self.optimizer.adam.register_step_pre_hook(
             lambda *_: self.seen.append(self.optimizer.master.grad.detach().clone()))
 
     def pop(self) -> dict[str, torch.Tensor]:
         """By name; joined from the shards of all ranks."""
-        flat = torch.cat(self.world.gather(self.seen.pop()))
+        flat = torch.cat(self.world.all_gather(self.seen.pop()))
         return {name: flat[o:o + p.numel()].view_as(p).clone()
                 for (name, p), o in zip(self.policy.named_parameters(), self.optimizer.offsets)}
 
@@ -191,11 +193,10 @@ def gradients(checkpoint, world: World) -> dict:
                 c = Config(loss_type=loss_type, scale_rewards=scale, mask_truncated_completions=mask,
                            micro_batch_tokens=budget, num_generations=4, temperature=TEMPERATURE,
                            max_completion_length=LONGEST)
-                rollouts = ragged_rollouts()
-                assign_advantages(rollouts, c)
-                sums = update(reduced.policy, reduced.optimizer, rollouts, 0.0, c, world)
+                rollouts = with_advantages(ragged_rollouts(), c)
+                row, _ = update_at(0.0, reduced.policy, reduced.optimizer, rollouts, c, world)
                 case = f"{loss_type} {scale} {mask} {budget} {dtype}"
-                results[case] = {"grad": reduced.pop(), "sums": sums}
+                results[case] = {"grad": reduced.pop(), "row": row}
     return results
 
 
@@ -217,12 +218,13 @@ def odd_batches(checkpoint, world: World) -> dict:
     optimizer = reduced.optimizer
 
     def run(name, rollouts, advantages=None):
-        scores = assign_advantages(rollouts, c)
+        rollouts = with_advantages(rollouts, c)
         for r, a in zip(rollouts, advantages or []):
             r.advantage = a
         before = state_of(optimizer)
-        sums = update(policy, optimizer, rollouts, 1e-3, c, world)
-        row = step_metrics(rollouts, scores, sums, policy, world, {"time/step": 1.0, "time/update": 1.0})
+        row, _ = update_at(1e-3, policy, optimizer, rollouts, c, world)
+        row |= {"time/step": 1.0, "time/update": 1.0}
+        row |= step_metrics(rollouts, reward_table(rollouts, c.num_generations), row, policy, world)
         changed = not same(before, state_of(optimizer))
         grad = reduced.pop() if reduced.seen else {}
         results[name] = {"row": row, "changed": changed, "grad": grad, "weights": optimizer.weights.clone()}
@@ -237,48 +239,26 @@ def odd_batches(checkpoint, world: World) -> dict:
     run("not finite", [rollout(i, reward=i % 2, completion=range(2, 10 - i)) for i in range(4)],
         [INF, 1.0, 1.0, -1.0])
 
-    optimizer.begin()
-    if world.rank == world.size - 1:
+    optimizer.zero_grad()
+    if world.rank == world.world_size - 1:
         optimizer.grads[0] = NAN  # reduced into the shard of rank 0 alone
     before = state_of(optimizer)
-    norm = optimizer.step(1e-3)
+    norm = optimizer.step()
     results["nan of the last rank"] = {"norm": norm, "changed": not same(before, state_of(optimizer))}
     run("usual again", ragged_rollouts())
     return results
 
 
-def toy_updates(world: World, c: Config, dtype, rates, fixed=False) -> dict:
-    """A step for each rate, with two backward passes a rank; their gradients are given, or `fixed`."""
-    module = toy_parameters(dtype)
-    optimizer, norms = ShardedAdamW(module, c, world), []
-    for step, rate in enumerate(rates):
-        optimizer.begin()
-        for part in range(2):
-            grads = toy_gradients(0 if fixed else step, world.rank, part, dtype)
-            sum((p * g).sum() for p, g in zip(module, grads)).backward()
-        norms.append(optimizer.step(rate))
-    held = [optimizer.grads, *(p.grad for p in module)]
-    return {"norms": norms, "parameters": [p.detach().clone() for p in module],
-            "gradients freed": all(g is None for g in held), "master dtype": str(optimizer.master.dtype)}
-
-
-def adamw(world: World) -> dict:
-    """ShardedAdamW in double precision with everything on, and 100 small updates of bfloat16 weights."""
-    return {"double": toy_updates(world, TOY, torch.float64, TOY_RATES),
-            "bf16": toy_updates(world, SMALL_RATE, torch.bfloat16, [1e-6] * 100, fixed=True)}
-
-
-def trainer_logps(folder, world: World) -> list:
-    """What update() fills in, on this rank."""
-    policy, c, batch = Policy.from_folder(folder), Config(num_generations=4, micro_batch_tokens=20), ragged_rollouts()
-    assign_advantages(batch, c)
-    update(policy, ShardedAdamW(policy, c, world), batch, 1e-3, c, world)
-    return [r.trainer_logps for r in batch]
+def old_logps(folder, world: World) -> dict:
+    """What update() returns for the rollouts on this rank."""
+    policy, c = Policy.from_folder(folder), Config(num_generations=4, micro_batch_tokens=20)
+    optimizer = optimizer_of(policy, c, world)
+    return update_at(1e-3, policy, optimizer, with_advantages(ragged_rollouts(), c), c, world)[1]
 
 
 def all_jobs(folder, world: World) -> dict:
-    return {"gradients": gradients(folder, world), "odd": odd_batches(folder, world), "adamw": adamw(world),
-            "trainer_logps": trainer_logps(folder, world)}
+    return {"gradients": gradients(folder, world), "odd": odd_batches(folder, world),
+            "old_logps": old_logps(folder, world)}
 
 
 def main(folder: str, out: str) -> None:

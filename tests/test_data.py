@@ -465,7 +465,7 @@ def test_several_sources_are_one_list(load, chat):
         "a.jsonl": load("a.jsonl", [{"question": "a", "answer": "1", "level": 3}, {"question": "b" * 300, "answer": "2"}]),
         "task": load_prompts("task", chat, max_prompt_length=200, rows=task, held_out=2),
         "b.json": load("b.json", json.dumps([{"nums": [1, 2], "target": 3}, {"nums": [4], "target": 4}]))}
-    together = concatenate(sets)
+    together = concatenate(sets, list(sets.values()))
     for whole, parts in ((together.train, [s.train for s in sets.values()]), (together.held_out, [sets["task"].held_out])):
         apart = sum(parts, [])
         assert [(p.prompt, p.token_ids) for p in whole] == [(p.prompt, p.token_ids) for p in apart]
@@ -476,11 +476,13 @@ def test_several_sources_are_one_list(load, chat):
     assert together.notes == [f"{source}: {note}" for source, s in sets.items() for note in s.notes]
     assert len(together.notes) == 4 and "longer than 200 tokens dropped" in together.notes[1]
     assert sets["a.jsonl"].train[0].columns == {"answer": "1", "level": 3}  # as it was
-    assert concatenate({"a.jsonl": sets["a.jsonl"]}) is sets["a.jsonl"]
+    assert concatenate(["a.jsonl"], [sets["a.jsonl"]]) is sets["a.jsonl"]
     a, task, b = sets.values()
-    seen = {s.fingerprint for s in (together, a, task, b, concatenate({"a": a, "b": b}), concatenate({"b": b, "a": a}))}
+    both = concatenate(["a", "b"], [a, b]), concatenate(["b", "a"], [b, a])
+    seen = {s.fingerprint for s in (together, a, task, b, *both)}
     changed = load("b.json", json.dumps([{"nums": [1, 2], "target": 3}, {"nums": [4], "target": 5}]))
-    seen.add(concatenate({**sets, "b.json": changed}).fingerprint)
+    seen.add(concatenate(sets, [a, task, changed]).fingerprint)
+    assert len(concatenate(["a", "a"], [a, a]).train) == 2 * len(a.train)  # named twice, it counts twice
     assert len(seen) == 7
 
 
