@@ -871,7 +871,7 @@ def load(c, source, weights, world) -> Inputs:
 
     source: the model as it was given. weights: that, or the last checkpoint.
     """
-    with reading("--reward"):
+    with reading("--reward, --reward_weights"):
         scorer = Scorer(list(c.reward), list(c.reward_weights) or None, c.reward_timeout, c.reward_workers)
         scorer.state["max_completion_length"] = c.max_completion_length
     with reading(f"--model {source}"):
@@ -939,7 +939,8 @@ def check_together(c, m, tokenizer, prompts,
     needs_answers = not rewards.NEED_ANSWER.isdisjoint(c.reward)
     mistakes = [  # (whether it is made, what to say of it)
         (c.longest > m.max_position_embeddings,
-         f"--max_prompt_length and --max_completion_length make {c.longest} tokens, {c.model} takes "
+         f"--max_prompt_length {c.max_prompt_length} + --max_completion_length "
+         f"{c.longest - c.max_prompt_length} = {c.longest} tokens, {c.model} takes "
          f"{m.max_position_embeddings}: lower one of them"),
         (largest >= m.vocab_size,
          f"--model {c.model}: tokenizer.json or eos_token_id goes past the vocab_size {m.vocab_size} of "
