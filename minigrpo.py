@@ -982,14 +982,23 @@ def memory_plan(c, m, dtype, world):
         cache_tokens=completions_at_once(c, world) * longest,
         micro_batch=min(max(c.micro_batch_tokens, longest), most * longest),
         engine_limit=world.card * (0.85 if c.split else c.vllm_gpu_memory_utilization))
-    advice = {
-        "generating": "lower --vllm_gpu_memory_utilization (--prompts_per_step), or use more GPUs",
-        "training": f"use --recompute, then --micro_batch_tokens {longest}, then more GPUs",
-    }
     for half, parts in plan.items():
         if sum(parts.values()) > world.card:
-            raise RunError(f"{describe_plan(plan, world.card)}\n{advice[half]}")
+            raise RunError(f"{describe_plan(plan, world.card)}\n{advice(half, longest, c)}")
     return plan
+
+
+def advice(half, longest, c) -> str:
+    """What to change where this half of a step does not fit."""
+    if half == "generating" and c.split:
+        return "lower --prompts_per_step"
+    if half == "generating":
+        return "lower --vllm_gpu_memory_utilization, or use more GPUs"
+    if not c.recompute:
+        return "use --recompute"
+    if c.micro_batch_tokens > longest:
+        return f"use --micro_batch_tokens {longest}"
+    return "use more GPUs"
 
 
 def describe_plan(plan, card) -> str:

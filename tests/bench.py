@@ -86,11 +86,11 @@ def measured(engine_class, args, seen: dict):
 def world_with_clock(world_class, seen: dict):
     """World, writing down how long each rank takes where they work apart."""
     class Clocked(world_class):
-        def meet(self, stage: str) -> None:
+        def barrier(self, stage: str) -> None:
             if stage in ("generate", "the backward passes"):
-                seen["by_rank"].setdefault(stage, []).append(self.gather(self.now() - self.began))
-            super().meet(stage)
-            self.began = self.now()
+                seen["by_rank"].setdefault(stage, []).append(self.all_gather(self.clock() - self.began))
+            super().barrier(stage)
+            self.began = self.clock()
 
     return Clocked
 
@@ -117,9 +117,11 @@ def main() -> None:
 
     import checkpoint
     import colocate
+    import engines
     import minigrpo
+    from config import Config, check
     seen = {"wakes": [], "times": [], "checksums": [], "generate": [], "tokens": [], "wake_extra_mib": [], "by_rank": {}}
-    minigrpo.ColocatedEngine = colocate.ColocatedEngine = measured(colocate.ColocatedEngine, args, seen)
+    engines.ColocatedEngine = colocate.ColocatedEngine = measured(colocate.ColocatedEngine, args, seen)
     minigrpo.World = world_with_clock(minigrpo.World, seen)
     checkpoint.Run.save = lambda *a, **k: None
     folder = Path(tempfile.gettempdir(), f"bench-{os.environ['MASTER_PORT']}")
@@ -127,17 +129,17 @@ def main() -> None:
     prompts = ["".join(chr(97 + (i * 7 + j * 3) % 26) for j in range(128)) for i in range(512)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": ""}) + "\n" for p in prompts))
     gpus = int(os.environ["WORLD_SIZE"])
-    c = minigrpo.Config(
+    c = Config(
         model=args.model, data=[str(folder / "prompts.jsonl")], reward=[f"{__file__}:reward"], out=str(folder / "run"),
         fresh=True, colocate=args.layout == "colocate", split=args.layout == "split",
         prompts_per_step=args.prompts * gpus, num_generations=args.generations, max_prompt_length=128,
         max_completion_length=args.completion, micro_batch_tokens=args.micro_batch_tokens,
         recompute=args.recompute, compile="off" if args.no_compile else "on", learning_rate=1e-6,
         lr_scheduler_type="cosine", warmup_steps=1, max_steps=args.steps, eval_steps=0)
-    minigrpo.check(c)
-    world = minigrpo.World(c.split)
-    if world.generates:
-        colocate.serve(world.link)
+    check(c)
+    world = minigrpo.World(c.timeout_minutes, generators=int(c.split))
+    if not world.trains:
+        engines.serve(world)
         seconds, awake = statistics.median(seen["generate"][1:]), seen.get("awake_gib")
         print(f"generating rank: {seconds:.2f} s, awake {awake and round(awake, 1)} GiB", flush=True)
     else:

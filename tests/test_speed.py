@@ -23,8 +23,9 @@ import minigrpo
 import model
 from colocate import ColocatedEngine, completes
 from data import sample_seed
-from minigrpo import Config, UserError, plan_memory
-from model import ModelConfig, Policy, balance, memory_plan, parameter_count
+from config import Config
+from minigrpo import RunError, balance
+from model import ModelConfig, Policy, memory_plan, parameter_count
 
 GIB = 2**30
 QWEN = ModelConfig(  # Qwen2.5-1.5B
@@ -149,11 +150,18 @@ def test_memory_plan_against_what_was_measured(micro_batch, recompute, measured,
     assert abs(planned / measured - 1) < within
 
 
-def test_plan_memory_says_every_part_and_what_to_change():
+def planned(c, ranks, card):
+    world = types.SimpleNamespace(world_size=ranks, card=card * GIB)
+    return minigrpo.memory_plan(c, QWEN, torch.bfloat16, world)
+
+
+def test_the_plan_says_every_part_and_what_to_change():
     c = Config(colocate=True, prompts_per_step=12, num_generations=16, max_completion_length=1536)  # 2,048 tokens
-    words, cache = plan_memory(c, QWEN, 2, 8, 141 * GIB)
-    assert cache == 28_672 * 2 * 16 * 2048  # 12 prompts on 8 ranks: 2 on the fullest
-    assert plan_memory(replace(c, colocate=False, split=True), QWEN, 2, 7, 141 * GIB)[1] == 28_672 * 12 * 16 * 2048
+    eight = planned(c, 8, 141)
+    words = minigrpo.describe_plan(eight, 141 * GIB)
+    assert eight["generating"]["KV cache"] == 28_672 * 2 * 16 * 2048  # 12 prompts on 8 ranks: 2 on the fullest
+    split = planned(replace(c, colocate=False, split=True), 7, 141)
+    assert split["generating"]["KV cache"] == 28_672 * 12 * 16 * 2048
     assert "of 141.0" in words
     halves = plan(ranks=8, micro_batch=16384, cache_tokens=2 * 16 * 2048)
     for name, half in halves.items():
@@ -163,8 +171,8 @@ def test_plan_memory_says_every_part_and_what_to_change():
         assert all(f"{what} {value / GIB:.1f}" in line for what, value in half.items()), line
 
     def refusal(card, **options) -> str:
-        with pytest.raises(UserError) as error:
-            plan_memory(replace(c, **options), QWEN, 2, 1, card * GIB)
+        with pytest.raises(RunError) as error:
+            planned(replace(c, **options), 1, card)
         assert all(f"{name} " in str(error.value) for half in halves.values() for name in half)
         return str(error.value).splitlines()[-1]
 
@@ -173,10 +181,10 @@ def test_plan_memory_says_every_part_and_what_to_change():
     assert refusal(48, **big) == "use --micro_batch_tokens 2048"
     assert refusal(30, **{**big, "micro_batch_tokens": 2048}) == "use more GPUs"
     alone = Config(split=True, recompute=True, prompts_per_step=64, num_generations=16, max_completion_length=2048)
-    plan_memory(alone, QWEN, 2, 1, 80 * GIB)  # 65 GiB of KV cache on a GPU that holds no trainer
+    planned(alone, 1, 80)  # 65 GiB of KV cache on a GPU that holds no trainer
     assert refusal(80, prompts_per_step=999, vllm_gpu_memory_utilization=0.9) == \
         "lower --vllm_gpu_memory_utilization, or use more GPUs"
-    plan_memory(replace(c, **{**big, "micro_batch_tokens": 2048}), QWEN, 2, 1, 48 * GIB)  # as was advised
+    planned(replace(c, **{**big, "micro_batch_tokens": 2048}), 1, 48)  # as was advised
 
 
 # ---- The division of work ----------------------------------------------------------------------------------
@@ -186,14 +194,11 @@ def test_update_balances_by_cost(monkeypatch):
     rng, policy, size = random.Random(3), Policy(SMALL), 4
     lengths = [2 + min(4095, int(rng.expovariate(4 / 4096))) for _ in range(64)]
     batch = [ranks.rollout(i, [3], [5] * (n - 1)) for i, n in enumerate(lengths)]
-    done, stats = [], {"tokens": torch.tensor(1)}
-    monkeypatch.setattr(minigrpo, "micro_batch_loss", lambda policy, rollouts, masks, weights, old_logp, reference_logp, c: (
-        done[-1].extend(r.slot for r in rollouts), (torch.zeros((), requires_grad=True), stats, torch.zeros(sum(len(r.completion_ids) for r in rollouts))))[1])
-    optimizer = types.SimpleNamespace(begin=lambda: None, step=lambda rate: 0.0)
+    done = []
+    c = Config(max_completion_length=4096)
     for rank in range(size):
-        done.append([])
-        minigrpo.update(policy, optimizer, batch, 0.0, Config(max_completion_length=4096),
-                        types.SimpleNamespace(rank=rank, size=size, gather=lambda value: [value]))
+        batches = minigrpo.make_micro_batches(policy, batch, c, types.SimpleNamespace(rank=rank, world_size=size))
+        done.append([r.slot for made in batches for r in made.rollouts])
     assert sorted(slot for slots in done for slot in slots) == list(range(64))
 
     def spread(parts) -> float:
@@ -334,13 +339,12 @@ def test_what_vllm_would_change_or_break_at_is_refused(change):
 
 def test_stop_strings_are_found_in_the_text_with_the_token_that_completes_them(tmp_path):
     write_tokenizer(tmp_path)
-    engine = engine_around(None)
-    engine.folder = tmp_path  # a tokenizer with a token for every byte
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))  # with a token for every byte
 
     def end(text, *stop):
         """How many tokens there are when the first string is complete."""
-        ids = engine.tokenizer.encode(text).ids
-        return next((n for n in range(1, len(ids) + 1) if completes(engine.tokenizer, ids[:n], stop)), None)
+        ids = tokenizer.encode(text).ids
+        return next((n for n in range(1, len(ids) + 1) if completes(tokenizer, ids[:n], stop)), None)
 
     assert end("x" * 50 + "</answer>y</answer>", "</answer>") == 59
     assert end("<answer>4</answer", "</answer>") is None
