@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -283,7 +284,11 @@ def check(c):
     completions = c.prompts_per_step * c.num_generations
     launcher = os.environ.get("WORLD_SIZE")  # torchrun sets it
     torchrun = f"torchrun --nproc_per_node={2 if c.split else 1} {' '.join(sys.argv)}"
+    # A folder of a package's name is found too, but has no origin.
+    found = {name: importlib.util.find_spec(name) for name in c.report_to}
+    missing = [name for name, spec in found.items() if not getattr(spec, "origin", None)]
     mistakes = [  # (whether it is made, what to say of it)
+        (missing, f"--report_to {' '.join(missing)} needs a package: pip install {' '.join(missing)}"),
         (completions > 2**20,
          f"--prompts_per_step times --num_generations is {completions}: use at most {2**20}"),
         (c.max_steps == 0, "--max_steps 0: use 1 or more, or omit it for --num_train_epochs"),

@@ -9,8 +9,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
+import engines
 import minigrpo
-import model
 from checkpoint import Run
 
 calls = {"n": 0}
@@ -39,11 +39,11 @@ def patch(owner, name, act):
 
 match os.environ["FAULT"]:
     case "engine":
-        patch(model.PolicySampler, "generate", lambda: fail(RuntimeError("planted: the engine fell over")))
+        patch(engines.PolicySampler, "generate", lambda: fail(RuntimeError("planted: the engine fell over")))
     case "memory":
-        patch(minigrpo, "micro_batch_loss", lambda: fail(torch.OutOfMemoryError("planted: out of memory")))
+        patch(minigrpo, "policy_loss", lambda: fail(torch.OutOfMemoryError("planted: out of memory")))
     case "disk":
-        patch(Run, "_hand_over", lambda: fail(OSError(errno.ENOSPC, "planted: no space left on device")))
+        patch(Run, "write_rollouts", lambda: fail(OSError(errno.ENOSPC, "planted: no space left on device")))
     case "crash":
         patch(minigrpo, "score_rollouts", lambda: os._exit(7))
     case "stall":

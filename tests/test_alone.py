@@ -1,9 +1,11 @@
-"""Each module copied alone into an empty folder and used by a short program, as a person who came for it would."""
+"""Each module copied alone into an empty folder and used by the short program of its docstring, as a person who came
+for it would; and who imports whom."""
 
-import re
+import ast
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -11,24 +13,57 @@ from checkpoints import write_checkpoint, write_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PROGRAMS = {program.split()[1].rstrip(":"): program for program in re.findall(r"```python\n(# \w+\.py.*?)```", README, re.S)}
+ALONE = ("model", "colocate", "sharded", "rewards", "data")
 
 
-def test_every_module_has_an_example():
-    assert PROGRAMS.keys() == {path.name for path in ROOT.glob("*.py")} - {"minigrpo.py", "report.py"}
+def program(module: str) -> str:
+    """The first indented block of the docstring; blank lines belong to it."""
+    lines = ast.get_docstring(ast.parse((ROOT / f"{module}.py").read_text())).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("    "))
+    end = next(i for i in range(start, len(lines)) if lines[i] and not lines[i].startswith("    "))
+    return textwrap.dedent("\n".join(lines[start:end]))
 
 
-@pytest.mark.parametrize("module", PROGRAMS)
+@pytest.mark.parametrize("module", ALONE)
 def test_module_alone(tmp_path, module):
-    shutil.copy(ROOT / module, tmp_path)
+    shutil.copy(ROOT / f"{module}.py", tmp_path)
     (tmp_path / "model").mkdir()
     write_checkpoint(tmp_path / "model", "qwen2-untied", vocab_size=320)
     write_tokenizer(tmp_path / "model")
-    (tmp_path / "program.py").write_text(PROGRAMS[module])
-    launcher = TORCHRUN if module == "colocate.py" else []
+    (tmp_path / "program.py").write_text(program(module))
+    assert "\nassert " in program(module) or "\n    assert " in program(module)
+    launcher = TORCHRUN if module == "colocate" else []
     done = subprocess.run([sys.executable, *launcher, "program.py"], capture_output=True, text=True, cwd=tmp_path,
                           timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "\nassert " in PROGRAMS[module]
+
+
+def imports(module: str) -> tuple[set, set]:
+    """Our modules that it imports: when it is imported itself, and inside functions."""
+    ours = {path.stem for path in ROOT.glob("*.py")}
+    tree = ast.parse((ROOT / f"{module}.py").read_text())
+
+    def named(nodes):
+        found = set()
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add(node.module)
+        return found & ours
+
+    return named(tree.body), named(ast.walk(tree)) - named(tree.body)
+
+
+def test_who_imports_whom():
+    graph = {path.stem: imports(path.stem) for path in ROOT.glob("*.py")}
+    assert graph.pop("minigrpo") == (
+        {"config", "model", "colocate", "sharded", "checkpoint", "rewards", "data"}, {"engines", "tiny"})
+    assert graph.pop("engines") == ({"model", "colocate"}, set()) and graph.pop("tiny") == ({"model", "data"}, set())
+    assert graph.pop("colocate") == (set(), {"model"})  # its own program only
+    assert all(found == (set(), set()) for found in graph.values()), graph
+
+
+def test_the_options_need_no_torch():
+    program = "import sys, config; config.check(config.parse([])); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpoint import METRICS
+from minigrpo import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = ("--max_steps", "6", "--save_steps", "2", "--eval_steps", "0", "--seed", "3")

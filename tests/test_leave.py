@@ -18,7 +18,8 @@ import torch
 import transformers
 from checkpoints import TEMPLATE, write_checkpoint, write_tokenizer
 
-from model import Policy, sample
+from engines import sample
+from model import Policy
 
 ROOT = Path(__file__).resolve().parent.parent
 QUESTION = [{"role": "user", "content": "2 + 2?"}]

@@ -13,9 +13,11 @@ import transformers
 from checkpoints import write_checkpoint, write_tokenizer
 from test_colocate import torchrun
 
+import tiny
 from data import Tokenizer, load_prompts
-from checkpoint import METRICS
-from model import Policy, sample
+from engines import sample
+from minigrpo import METRICS
+from model import Policy
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -72,7 +74,7 @@ def test_saved_model_loads_in_transformers_and_vllm_with_the_accuracy_that_was_p
     folder = (run / "latest").resolve()
     assert folder.name == "step_200" and not list(run.glob("*.partial"))
     tokenizer = Tokenizer(folder)
-    prompts = load_prompts("digits", tokenizer, max_prompt_length=8).train
+    prompts = load_prompts("digits", tokenizer, max_prompt_length=8, rows=tiny.rows("digits")).train
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     right = 0
     for prompt in prompts:

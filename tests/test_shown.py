@@ -1,17 +1,17 @@
 """What a run shows beside its folder: completions on the console, metrics in TensorBoard and Weights & Biases."""
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 import ranks
 
-from checkpoint import Run, UserError
-from minigrpo import Config, parse
+import config
+from minigrpo import Console
 
 ROOT = Path(__file__).resolve().parent.parent
 ROW = {"step": 4, "reward": None, "time/step": 1.0, "completions/mean_length": 2.0, "logprob_gap/mean": 0.0,
@@ -84,16 +84,16 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(tmp_path, fak
             hide + f"import importlib.machinery as m; sys.modules[{package!r}].__spec__ = m.ModuleSpec({package!r}, None)\n")
         done = run(tmp_path / "run", "--report_to", package, packages=fake_wandb)
         assert done.returncode == 1 and "Traceback" not in done.stderr
-        assert f"error: --report_to {package} needs a package: pip install {package}" in done.stderr
+        assert f"--report_to {package} needs a package: pip install {package}" in done.stderr
         assert not (tmp_path / "run").exists()
     done = run(tmp_path / "run", "--report_to", "mlflow")
-    assert done.returncode == 1 and "error: argument --report_to: invalid choice: 'mlflow'" in done.stderr
+    assert done.returncode == 1 and "argument --report_to: invalid choice: 'mlflow'" in done.stderr
 
 
 def test_wandb_without_a_login_is_one_line(tmp_path, fake_wandb):
     done = run(tmp_path / "run", "--report_to", "wandb", packages=fake_wandb, FAKE_LOGIN="no")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "error: --report_to wandb: api_key not configured" in done.stderr
+    assert "--report_to wandb: Error: api_key not configured" in done.stderr
 
 
 def test_nothing_is_imported_or_written_unless_asked_for(tmp_path, fake_wandb):
@@ -106,38 +106,36 @@ def test_nothing_is_imported_or_written_unless_asked_for(tmp_path, fake_wandb):
 
 # ---- Completions on the console ----------------------------------------------------------------------------
 
-def printed(capsys, rollouts, rank=0, **options) -> list[str]:
-    run = types.SimpleNamespace(c=Config(**options), updates=10, writes=rank == 0, recent=[])
-    Run.print_line(run, ROW, rollouts)
-    return capsys.readouterr().out.splitlines()
+def printed(rollouts, log_completions=0) -> list[str]:
+    return Console(10, log_completions).text(ROW, rollouts).splitlines()
 
 
 def completion(i, **changes):
     rollout = ranks.rollout(i, reward=float(i), advantage=i / 2)
     rollout.prompt, rollout.completion = f"prompt {i}", f"answer {i}"
-    return types.SimpleNamespace(**{**vars(rollout), **changes})
+    return dataclasses.replace(rollout, **changes)
 
 
-def test_completions_are_printed_from_over_the_prompts(capsys):
+def test_completions_are_printed_from_over_the_prompts():
     batch = [completion(i) for i in range(8)]
-    assert len(printed(capsys, batch)) == 1 and printed(capsys, batch, rank=1, log_completions=2) == []
-    assert printed(capsys, batch, log_completions=2)[1:] == [
+    assert len(printed(batch)) == 1
+    assert printed(batch, log_completions=2)[1:] == [
         "  'prompt 0' → 'answer 0'  reward 0.0  advantage 0.000", "  'prompt 4' → 'answer 4'  reward 4.0  advantage 2.000"]
-    assert len(printed(capsys, batch, log_completions=20)) == 9  # there are no more
+    assert len(printed(batch, log_completions=20)) == 9  # there are no more
 
 
-def test_what_a_model_wrote_does_not_reach_the_terminal_as_it_is(capsys):
-    [_, line] = printed(capsys, [completion(0, prompt="p" * 500 + "\x1b[2J", completion="\x1b]0;x\x07\r\n\u202e\x9b\ud83d" * 99,
+def test_what_a_model_wrote_does_not_reach_the_terminal_as_it_is():
+    [_, line] = printed([completion(0, prompt="p" * 500 + "\x1b[2J", completion="\x1b]0;x\x07\r\n\u202e\x9b\ud83d" * 99,
                                             reward=None)], log_completions=1)
     assert line.isprintable() and "\\x1b[2J" in line and "\\x07\\r\\n\\u202e\\x9b\\ud83d" in line and "reward None" in line
     assert line.startswith("  …'ppp") and "'…  reward" in line
-    [_, line] = printed(capsys, [completion(0, prompt="p" * 900, completion="c" * 900)], log_completions=1)
+    [_, line] = printed([completion(0, prompt="p" * 900, completion="c" * 900)], log_completions=1)
     assert line.count("p") == 80 and line.count("c") == 240
 
 
-def test_the_last_message_is_the_prompt(capsys):
+def test_the_last_message_is_the_prompt():
     prompt = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1?"}]
-    [_, line] = printed(capsys, [completion(0, prompt=prompt)], log_completions=1)
+    [_, line] = printed([completion(0, prompt=prompt)], log_completions=1)
     assert line.startswith("  '1+1?' → 'answer 0'")
 
 
@@ -152,19 +150,14 @@ def test_the_whole_program_prints_them(tmp_path):
     assert run(tmp_path / "run", "--log_completions", -1).returncode == 1
 
 
-def test_what_is_shown_may_change_when_a_run_continues(tmp_path, monkeypatch):
+def test_what_is_shown_may_change_when_a_run_continues(tmp_path):
     """Where no folder is named it is the same one too."""
     def folder(*flags):
-        return Run(parse([*flags]), types.SimpleNamespace(rank=1, gather=lambda value: [{"step": 0}])).folder
+        return config.parse([*flags]).run_folder
 
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="is not on a disk that all hosts share"):  # rank 0 made no folder here
-        folder()
-    Run(parse([]), types.SimpleNamespace(rank=0, gather=lambda value: [value])).lock.close()
     assert folder() == folder("--micro_batch_tokens", "99", "--recompute", "--save_steps", "7")
     assert folder() == folder("--log_completions", "2", "--report_to", "wandb", "--timeout_minutes", "9")
-    with pytest.raises(UserError, match="is not on a disk that all hosts share"):  # so this is another folder
-        folder("--seed", "2")
+    assert folder() != folder("--seed", "2") and folder("--out", "a", "--seed", "2") == Path("a")
     assert run(tmp_path / "run", "--max_steps", 1).returncode == 0
     done = run(tmp_path / "run", "--max_steps", 1, "--log_completions", 1)
     assert done.returncode == 0 and "holds a finished run" in done.stdout

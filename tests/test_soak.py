@@ -12,7 +12,7 @@ import psutil
 import pytest
 from test_faults import ended, launch
 
-from checkpoint import METRICS
+from minigrpo import METRICS
 
 STEPS = int(os.environ.get("MINIGRPO_SOAK", 0))
 
