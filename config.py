@@ -22,8 +22,8 @@ ABOVE_0 = 1e-30  # the least value of an option that must be above 0; fp32 can s
 
 
 def option(default, text, **limits):
-    """text: for --help. limits: `choices`, or `low` and `high` of a number. Without `low` an integer must be 1
-    or more, a fraction above 0; where the default is 0, 0 is allowed too."""
+    """text: for --help. limits: `choices`, or `low` and `high` of a number. Without `low` an integer must be
+    1 or more, a fraction above 0; where the default is 0, 0 is allowed too."""
     return dataclasses.field(default=default, metadata={"help": text, **limits})
 
 
@@ -139,7 +139,7 @@ class Config:
         50, "a checkpoint every so many steps; the last weights are always written")
     save_total_limit: int = option(2, "checkpoints to keep")
     timeout_minutes: float = option(
-        30.0, "give up, naming the rank, when one is so much later than another")
+        30.0, "give up, naming the rank, when one is so much later than another", high=1e6)
     max_skipped: int = option(
         10, "give up after so many updates in a row whose gradient is not finite")
     save_rollouts: int = option(10, "keep the completions of the last so many steps", low=0)

@@ -8,8 +8,8 @@
 GRPO (group relative policy optimization): sample a group of completions for each prompt from the model
 itself and score each of them. What is better than its group gets a positive advantage, what is worse a
 negative one. A gradient step makes the tokens of the better completions more likely and those of the worse
-less likely, and the next step samples from the changed model. There is no value model and no labelled answer to
-imitate.
+less likely, and the next step samples from the changed model. There is no value model and no labelled answer
+to imitate.
 
 This file in its order: the mathematics; rollouts; the update; the loop, `train`, with its seven stages in the
 margin; what is seen of a step; what is read before the first one.
@@ -787,14 +787,12 @@ class Console:
         for i in range(shown):
             r = rollouts[i * len(rollouts) // shown]
             prompt = r.prompt if isinstance(r.prompt, str) else r.prompt[-1]["content"]
+            before = "…" if len(prompt) > 80 else ""
+            behind = "…" if len(r.completion) > 240 else ""
             # As literals, because a terminal would obey some of the characters.
-            lines.append(f"  {shorten(prompt[::-1], 80)[::-1]!r} → {shorten(r.completion, 240)!r}"
+            lines.append(f"  {before}{prompt[-80:]!r} → {r.completion[:240]!r}{behind}"
                          f"  reward {r.reward}  advantage {r.advantage:.3f}")
         return "\n".join(lines)
-
-
-def shorten(text, most) -> str:
-    return text if len(text) <= most else text[:most] + "…"
 
 
 # ---- Before the first step ---------------------------------------------------------------------------------

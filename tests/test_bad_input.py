@@ -31,9 +31,9 @@ from safetensors.torch import load_file, save_file
 
 import minigrpo
 import rewards
-from data import write_digits_tokenizer
-from minigrpo import REFUSED, Config
+from config import REFUSED, Config
 from model import ModelConfig, Policy
+from tiny import write_digits_tokenizer
 
 LIMIT = 20  # seconds for one case
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a thousand folders: no disk needs to see them
@@ -97,6 +97,7 @@ def attempt(monkeypatch, flags, engine=minigrpo.build_engine) -> tuple[int, str,
     printed = out.getvalue() + err.getvalue()
     errors = re.findall(r"^error: (.*(?:\n.*)*)", err.getvalue(), re.MULTILINE)
     assert len(errors) == (code != 0) and "Traceback" not in printed, (code, printed)
+    assert not errors or "\n" not in errors[0].strip(), errors
     return code, "".join(errors), printed
 
 
@@ -541,7 +542,11 @@ def stopped_run() -> Path:
     """Two of four updates, with the checkpoints of both; then somebody stopped it."""
     run = made("stopped") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        stop = lambda _, row, rollouts: row["step"] == 1 and os.kill(os.getpid(), signal.SIGTERM)
+        def stop(_, row, rollouts):
+            if row["step"] == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return []
+
         patch.setattr(minigrpo.Health, "check", stop)
         code, said, printed = attempt(patch, continued(run))
     assert code == 0 and "stopped after update 2" in printed, said
@@ -714,14 +719,20 @@ def test_nothing_that_is_loaded_runs_code(monkeypatch, folder):
     assert code == 1 and "convert the .bin" in said and not (folder / "marker").exists()
 
 
-BUGS = [(minigrpo, "load_data"), (minigrpo, "Tokenizer"), (minigrpo.data, "_choose_column"), (minigrpo, "check"),
-        (minigrpo.model, "check_values"), (minigrpo.model, "read_tensor"), (minigrpo.checkpoint, "number_of"),
-        (minigrpo.checkpoint, "read_object"), (minigrpo.checkpoint, "sync"), (rewards, "_load"), (minigrpo, "policy_loss")]
+BUGS = [(minigrpo, "policy_loss"), (minigrpo, "step_metrics"), (minigrpo.Run, "record"), (minigrpo.ShardedAdamW, "step")]
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyError, TypeError, AttributeError])
+def test_a_variable_shows_where_reading_failed(monkeypatch, folder):
+    write(folder / "in/data.jsonl", "{")
+    assert attempt(monkeypatch, usual(folder), started)[0] == 1
+    monkeypatch.setenv("MINIGRPO_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="data.jsonl, line 1"):
+        attempt(monkeypatch, usual(folder), started)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyError, ValueError])
 @pytest.mark.parametrize("module, name", BUGS, ids=[name for _, name in BUGS])
-def test_a_bug_keeps_its_traceback(monkeypatch, run, module, name, error):
+def test_a_bug_after_reading_keeps_its_traceback(monkeypatch, run, module, name, error):
     def bug(*_, **__):
         raise error("planted")
 
