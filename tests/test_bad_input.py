@@ -242,24 +242,18 @@ def with_row(row):
 
 
 USER, TOO_BIG = {"role": "user", "content": "1+1="}, "1" * 5000
-BAD_PROMPTS = [5, 1.5, True, None, [], {}, [[]], [1], ["1+1="], {"a": 1}, "", " \n", [None], {"role": "user"},
-               [{"role": "user"}], [{"content": "1"}], [{"role": 5, "content": "1"}], [{"role": "user", "content": 5}],
-               [{"role": "user", "content": [{"type": "text", "text": "1"}]}], [{"role": ["user"], "content": "1"}], "a+b=",
-               [USER, 5], [USER, {"role": "assistant", "content": "2"}], '[{"role": "user", "content": ', "\ud800"]
-BAD_ROWS = ("5", "[]", "null", '"text"', "{", "{}", '{"prompt" "1+1="}', "{'prompt': '1'}", '{"prompt": tru}', "<html>",
-            f'{{"prompt": {TOO_BIG}}}', '{"answer": "3"}', '{"prompt": "1\0"', '{"prompt": "1+1=\t"}', "[" * 100_000,
-            '{"prompt": "1+1=", "a": ' + "[" * 50_000, '{"a":' * 50_000)
+BAD_PROMPTS = [5, True, None, [], ["1+1="], {"a": 1}, " \n", [{"content": "1"}], [{"role": "user", "content": 5}], "a+b=",
+               [USER, {"role": "assistant", "content": "2"}], '[{"role": "user", "content": ', "\ud800"]
+BAD_ROWS = ("5", "null", "{", "{}", "{'prompt': '1'}", f'{{"prompt": {TOO_BIG}}}', '{"prompt": "1\0"', "[" * 100_000)
 BAD_FILES = {
-    "d.jsonl": ("", "\n\n", "\ufeff", "null", "[]", "{}", "[1, 2]", "\0" * 500, "[{}]", '{"promt": "1+1="}\n', "\x1f\x8b\x08"),
-    "d.json": ("", "[", "[]", "[5]", "[{}]", "[[]]", "[null]", '[{"prompt": 5}]', '[{"prompt": "1+1="}', "[" * 100_000,
-               '[{"promt": "1"}]', '{"data": [{"prompt": "1+1="}]}', f"[{TOO_BIG}]", "nul", "\0"),
-    "d.csv": ("", "\n", "prompt,answer\n", 'prompt,answer\n"1+1=,2\n', "prompt\n1+1=,2\n", "promt,answer\n1+1=,2\n",
-              'prompt,answer\n1+1=",2\n"', "prompt,answer\n,2\n", "prompt\n" + "1" * 200_000, "nums,target\nx,3\n", b"\xff\n",
-              "nums,target\n[],3\n", "nums,target\n[1],nan\"\n", "prompt\n\0\n", "messages\n[5]\n"),
+    "d.jsonl": ("", "\ufeff", "[1, 2]", "\0" * 500, '{"promt": "1+1="}\n'),
+    "d.json": ("", "[]", "[5]", '[{"prompt": "1+1="}', "[" * 100_000, '{"data": [{"prompt": "1+1="}]}'),
+    "d.csv": ("", "prompt,answer\n", 'prompt,answer\n"1+1=,2\n', "prompt\n1+1=,2\n", "promt,answer\n1+1=,2\n",
+              "prompt\n" + "1" * 200_000, "nums,target\nx,3\n", b"\xff\n"),
     "d.parquet": ("", "PAR1garbagePAR1")}
 DATA = {
     **{f"{column} {value!r:.60}": data(with_row({column: value}), "line 3" if column == "prompt" else "line ")
-       for column in ("prompt", "messages") for value in BAD_PROMPTS},
+       for column, values in (("prompt", BAD_PROMPTS), ("messages", BAD_PROMPTS[::4])) for value in values},
     **{f"row {row:.20}": data(with_row(row), "line 3") for row in BAD_ROWS},
     **{f"{name} {text[:15]!r}": data(text, " ", name=name) for name, texts in BAD_FILES.items() for text in texts},
     **{f"may run {text[:15]!r}": data(text, name="d.csv") for text in (
@@ -274,14 +268,14 @@ DATA = {
     "deep column": data('{"prompt": "1+1=", "answer": "2", "a": ' + "[" * 400 + "]" * 400 + "}"),
     "half a surrogate in a role": data(json.dumps({"prompt": [{"role": "\ud800", "content": "1+1="}], "answer": "2"})),
     "duplicate keys": data('{"prompt": "1+1=", "prompt": "2+2=", "answer": "4", "answer": 4}'),
-    **{f"is {kind}": Case(no_file("data.jsonl", kind), ("data.jsonl",)) for kind in KINDS},
+    **{f"is {kind}": Case(no_file("data.jsonl", kind), ("data.jsonl",)) for kind in KINDS[:2]},
     **{f"--eval_data is {kind}": Case(both(puts("e.jsonl", LINES), no_file("e.jsonl", kind)), ("e.jsonl",),
-                                      ("--eval_data", "{}/e.jsonl")) for kind in KINDS},
+                                      ("--eval_data", "{}/e.jsonl")) for kind in KINDS[2:]},
     "--eval_data": Case(puts("e.jsonl", with_row({"prompt": 5})), ("e.jsonl", "line 3"), ("--eval_data", "{}/e.jsonl")),
-    **seeds("truncated", 12, cut("data.jsonl"), "data.jsonl, line"),
-    **seeds("not utf-8", 8, not_utf8("data.jsonl"), "data.jsonl, line", "UTF-8"),
-    **seeds("bytes", 15, flip("data.jsonl")),
-    **seeds("garbage", 25, garbage_rows),
+    **seeds("truncated", 2, cut("data.jsonl"), "data.jsonl, line"),
+    **seeds("not utf-8", 2, not_utf8("data.jsonl"), "data.jsonl, line", "UTF-8"),
+    **seeds("bytes", 3, flip("data.jsonl")),
+    **seeds("garbage", 5, garbage_rows),
 }
 
 
@@ -358,19 +352,20 @@ UP, ROPE = "model.layers.1.mlp.up_proj.weight", {"rope_type": "llama3", "factor"
 SIZES = [k for k, v in SMALL.items() if type(v) is int and k != "eos_token_id"]
 WEIGHTS = "model/model.safetensors"
 MODEL = {
-    **{f"{name} {text[:9]!r}": file(name, text) for text in WRONG_JSON for name in (
+    # Every file with one kind of broken JSON, and every kind in one of the files.
+    **{f"{name} {text[:9]!r}": file(name, text) for name, text in [*zip((
         "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
-        "generation_config.json", "special_tokens_map.json")},
-    **{f"{name} is {kind}": Case(no_file(f"model/{name}", kind), (name,)) for kind in KINDS for name in (
-        "config.json", "model.safetensors", "tokenizer.json")},
-    **{f"{key} {value!r:.12}": config(**{key: value}) for key in SIZES
-       for value in (-1, 0, 10**15, 2.5, "four", [4], NAN, True)},
-    **{f"without {key}": config(drop=[key]) for key in (*SIZES[:5], "rms_norm_eps")},
-    **{f"{key} null": config(**{key: None}) for key in (*SIZES[:5], "rms_norm_eps")},
-    **{f"{key} {value!r}": config(**{key: value}) for key in ("rms_norm_eps", "rope_theta")
-       for value in (-1.0, NAN, INF, "x", [1], 0)},
+        "generation_config.json", "special_tokens_map.json"), WRONG_JSON[1:]), *(("config.json", text) for text in WRONG_JSON)]},
+    **{f"{name} is {kind}": Case(no_file(f"model/{name}", kind), (name,)) for name, kind in zip(
+        ("config.json", "model.safetensors", "tokenizer.json", "config.json", "model.safetensors"), KINDS)},
+    **{f"{key} {value!r:.12}": config(**{key: value}) for key, value in zip(
+        SIZES * 2, (-1, 0, 10**15, 2.5, "four", [4], NAN, True, 10**15, -1, True, "four"))},
+    **{f"without {key}": config(drop=[key]) for key in ("vocab_size", "rms_norm_eps")},
+    **{f"{key} null": config(**{key: None}) for key in ("hidden_size", "rms_norm_eps")},
+    **{f"{key} {value!r}": config(**{key: value}) for key, value in (
+        ("rms_norm_eps", -1.0), ("rms_norm_eps", NAN), ("rope_theta", INF), ("rope_theta", "x"), ("rope_theta", 0))},
     **{f"architectures {value!r}": config("supported", architectures=value) for value in (
-        None, [], "LlamaForCausalLM", ["MixtralForCausalLM"], [5], [["LlamaForCausalLM"]], {"a": 1}, 5)},
+        None, "LlamaForCausalLM", ["MixtralForCausalLM"], [5])},
     **{f"{key} {value}": config(**{key: value}) for key, value in dict(
         num_experts=8, vision_config={"a": 1}, hidden_act="gelu", rope_scaling=5, rope_parameters=["x"],
         tie_word_embeddings="no", attention_bias="yes", mlp_bias=[], quantization_config={"bits": 4}).items()},
@@ -378,7 +373,7 @@ MODEL = {
     **{f"rope {value!r:.50}": config("rope", rope_scaling=value) for value in (
         {"rope_type": "yarn"}, {"rope_type": 5}, {"rope_type": ["x"]}, {"type": "llama3"})},
     **{f"llama3 {key} {value}": config(key, rope_scaling={**ROPE, key: value}) for key in list(ROPE)[1:]
-       for value in (-1, "x", NAN, None)},
+       for value in (("x", None) if key == "factor" else (NAN,))},
     "heads do not divide": config(num_key_value_heads=3), "more kv heads": config(num_key_value_heads=8),
     "odd head_dim": config(head_dim=7),
     "no head_dim": config("num_attention_heads", num_attention_heads=5, drop=["head_dim"]),
@@ -386,48 +381,46 @@ MODEL = {
     "other vocabulary": Case(config(vocab_size=16).edit, ("model.safetensors", "(16, 32)")),
     "huge": Case(config(vocab_size=10**6, hidden_size=10**6).edit, ("model.safetensors", "(1000000, 1000000)")),
     **{f"tensor {dtype}": tensors(lambda t, dtype=dtype: t.update({UP: torch.ones(48, 32).to(dtype)}), UP, "quantized")
-       for dtype in (torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.bool)},
+       for dtype in (torch.int8, torch.float8_e4m3fn)},
     "tensor missing": tensors(lambda t: t.pop(UP), UP, "lacks"), "tensors none": tensors(lambda t: t.clear(), "lacks"),
     "tensor extra": tensors(lambda t: t.update({"x.weight": torch.ones(2)}), "model.safetensors", "x.weight"),
     **{f"tensor {shape}": tensors(lambda t, shape=shape: t.update({UP: torch.ones(shape)}), UP, str(shape))
-       for shape in ((48, 31), (32, 48), (48 * 32,), ())},
+       for shape in ((32, 48), ())},
     "tensor full of NaN": tensors(lambda t: t.update({UP: torch.full((48, 32), NAN)})),
     **{f"header {new!r:.60}": header(lambda h, new=new: h[UP].update(new)) for new in (
-        dict(dtype="F4", shape=[96, 128]), dict(dtype="BOGUS"), dict(dtype="F16"), dict(dtype=[]), dict(data_offsets=[0, 10**12]),
-        dict(data_offsets=[10, 0]), dict(shape=[-48, 32]), dict(shape=[2**62, 2**62]), dict(shape="x"))},
-    **{f"header {text[:5]!r}": header(lambda h, text=text: text) for text in (b"[1]", b" ", b"[" * 5000, b"\0" * 64)},
+        dict(dtype="F4", shape=[96, 128]), dict(dtype="BOGUS"), dict(data_offsets=[0, 10**12]), dict(shape=[2**62, 2**62]))},
+    **{f"header {text[:5]!r}": header(lambda h, text=text: text) for text in (b"[1]", b"[" * 5000)},
     **{f"header length {n}": Case(changes(WEIGHTS, lambda data, rng, n=n: struct.pack("<Q", n) + data[8:]),
-                                  ("model.safetensors",)) for n in (0, 1, 2**40, 2**64 - 1)},
+                                  ("model.safetensors",)) for n in (0, 2**64 - 1)},
     **{f"index {value!r:.30}": file("model.safetensors.index.json", {"weight_map": value}) for value in (
-        5, None, [], "x", {UP: 5}, {UP: None}, {UP: ["x"]}, {UP: "a\0b"}, {UP: "x" * 3000})},
+        5, None, {UP: 5}, {UP: "a\0b"}, {UP: "x" * 3000})},
     **{f"index {value!r}": Case(puts("model/model.safetensors.index.json", {"weight_map": value}), words) for value, words in (
         ({UP: "model-9.safetensors"}, ("model-9.safetensors",)), ({UP: "."}, ("model",)), ({}, ("lacks",)))},
     "bin weights": Case(lambda folder, rng: (folder / WEIGHTS).rename(folder / "model/pytorch_model.bin"), (".bin",)),
     **{f"eos_token_id {value!r}": file("generation_config.json", {"eos_token_id": value}, "eos_token_id")
-       for value in ("12", 1.5, -1, [[12]], {"a": 1}, [12, "x"], True, [None], 10**30)},
+       for value in ("12", 1.5, -1, [12, "x"], True, 10**30)},
     "no eos": Case(both(puts("model/tokenizer_config.json", {}), config(drop=["eos_token_id"]).edit), ("EOS", "eos_token_id")),
     "eos past the end": Case(both(puts("model/tokenizer_config.json", {}), config(eos_token_id=14).edit), ("eos_token_id", "14")),
     **{f"eos_token {value!r}": Case(puts("model/tokenizer_config.json", {"eos_token": value})) for value in (
-        5, {}, {"content": 5}, [], None, "nowhere")},
+        5, {"content": 5}, "nowhere")},
     **{f"chat_template {value!r}": file("tokenizer_config.json", {"chat_template": value}, "chat_template") for value in (
-        5, ["x"], [{}], [{"name": 5}], {"a": 1}, [{"name": "default", "template": 5}])},
+        5, ["x"], [{"name": "default", "template": 5}])},
     **{f"template {text[:30]!r}": template(text, "template") for text in (
-        "{% for %}", "{{ x", "{{ x.y.z }}", "{{ nothing() }}", "{% include 'x' %}", "{{ messages | nofilter }}", "{{ 1 / 0 }}",
-        "{{ raise_exception('no') }}", "{{ ''.__class__.__mro__ }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-        "{{ messages[5].content }}", "{{ " + "(" * 2000 + " }}", "{% for i in range(10**9) %}x{% endfor %}")},
+        "{% for %}", "{{ x.y.z }}", "{% include 'x' %}", "{{ 1 / 0 }}", "{{ raise_exception('no') }}", "{{ ''.__class__.__mro__ }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ " + "(" * 2000 + " }}", "{% for i in range(10**9) %}x{% endfor %}")},
     "template without tokens": template("{{ '' }}", "data.jsonl, line 1", "no tokens"),
     "--chat_template nowhere": Case(words=("--chat_template nowhere.jinja",), flags=("--chat_template", "nowhere.jinja")),
     "--chat_template bytes": Case(puts("t.jinja", b"\xff"), ("t.jinja", "UTF-8"), ("--chat_template", "{}/t.jinja")),
     **{f"--model {name}": Case(lambda folder, rng: (folder / "empty").mkdir(), (word,), ("--model", name)) for name, word in (
         ("{}/reward.py", "--model"), ("nowhere", "--model nowhere"), ("{}/empty", "config.json"), ("", "--model"))},
-    **seeds("config truncated", 8, cut("model/config.json"), "config.json"),
-    **seeds("config bytes", 12, flip("model/config.json")),
-    **seeds("tokenizer truncated", 6, cut("model/tokenizer.json"), "tokenizer.json"),
-    **seeds("tokenizer pruned", 40, tokenizer(prune)),
+    **seeds("config truncated", 2, cut("model/config.json"), "config.json"),
+    **seeds("config bytes", 2, flip("model/config.json")),
+    **seeds("tokenizer truncated", 1, cut("model/tokenizer.json"), "tokenizer.json"),
+    **seeds("tokenizer pruned", 7, tokenizer(prune)),
     **seeds("tokenizer of another model", 1, tokenizer(bigger_vocabulary), "tokenizer.json", "vocab_size 14"),
     **seeds("vocabulary wider than the tokenizer", 1, wider_model),
-    **seeds("weights truncated", 12, cut(WEIGHTS), "model.safetensors"),
-    **seeds("weights bytes", 10, flip(WEIGHTS)),
+    **seeds("weights truncated", 2, cut(WEIGHTS), "model.safetensors"),
+    **seeds("weights bytes", 2, flip(WEIGHTS)),
 }
 
 # ---- (c) Option values -------------------------------------------------------------------------------------
@@ -435,18 +428,21 @@ MODEL = {
 NUMBERS = {f.name: f.type for f in dataclasses.fields(Config) if f.type in (int, float)}
 CHOICES = [f.name for f in dataclasses.fields(Config) if f.metadata.get("choices")]
 OPTIONS = {
-    **{f"{name} {value}": ((f"--{name}",), f"--{name}={value}", "--max_steps=-1" if "epochs" in name else f"--{name}={value}")
-       for name, kind in NUMBERS.items() for value in (
-           ("nan", "inf", "-inf", "text", "", "1_") if kind is float else (10**30, -10**30, "nan", "inf", "1.5", "x", ""))},
+    # One mechanism checks all numbers: some of them, each with another wrong value.
+    **{f"{name} {value}": ((f"--{name}",), f"--{name}={value}") for name, value in (
+        ("learning_rate", "nan"), ("temperature", "-inf"), ("epsilon", "text"), ("beta", ""), ("max_grad_norm", "1_"), ("delta", 1e31),
+        ("min_lr_rate", 1.0), ("prompts_per_step", 10**30), ("num_generations", 1), ("seed", -10**30), ("save_steps", "1.5"),
+        ("eval_steps", -1), ("max_steps", 0), ("reward_workers", 1025))},
+    "num_train_epochs nan": (("--num_train_epochs",), "--num_train_epochs=nan", "--max_steps=-1"),
     # At the edges of what is allowed: refused, or it runs.
-    **{f"{name} {value}": ((), f"--{name}={value}") for name, kind in NUMBERS.items() for value in (
-        (-1.0, 0.0, -0.0, 1e-300, 1e30, 1e300) if kind is float else (-1, 0, 1, 10**6, 2**31 - 1, 2**31))
-       if name != "max_steps" or value < 2},
-    **{f"{name} {value!r}": ((f"--{name}",), f"--{name}={value}") for name in CHOICES for value in ("nonsense", "", "AUTO")},
-    **{name: ((f"--{name}",), f"--{name}", "1") for name in (*REFUSED, "nonsense", "num_gen")},
+    **{f"{name} {value}": ((), f"--{name}={value}") for name, value in (
+        ("learning_rate", 1e30), ("temperature", 1e30), ("timeout_minutes", 1e6), ("max_grad_norm", 1e-300), ("adam_epsilon", 1e30),
+        ("prompts_per_step", 2**31), ("num_generations", 2**20), ("micro_batch_tokens", 1), ("seed", -2**31), ("reward_workers", 1024),
+        ("save_steps", 2**31), ("warmup_steps", 10**6), ("eval_steps", 1), ("num_minibatches", 2), ("max_skipped", 1), ("delta", 1e30))},
+    **{f"{name} nonsense": ((f"--{name}",), f"--{name}=nonsense") for name in CHOICES},
+    **{name: ((f"--{name}",), f"--{name}", "1") for name in (*list(REFUSED)[::4], "nonsense")},
     **{" ".join(flags): (flags[:1], *flags) for flags in (
-        ("--reward_weights", "1", "2"), ("--reward_weights", "nan"), ("--reward_weights", "inf"), ("--reward_weights", "x"),
-        ("--reward_weights",), ("--reward_weights", "1", "--reward", "gsm8k", "math"), ("--reward",), ("--colocate",),
+        ("--reward_weights", "1", "2"), ("--reward_weights", "nan"), ("--reward_weights", "x"), ("--reward",), ("--colocate",),
         ("--reward", "math", "math"), ("--colocate", "--split"), ("--split",),
         ("--max_completion_length", "60"), ("--max_prompt_length", "1"), ("--reward", "gsm9k"),
         ("--stop",), ("--stop", ""), ("--stop", "a", ""), ("--chat_template_kwargs", "{"), ("--chat_template_kwargs", '{"enable_thinking": 1}'))},
@@ -477,12 +473,10 @@ REWARDS = {
         CALL + "raise SystemExit\n", CALL + "return f(completions)\n", "f = len\n", CALL + "yield 1\n    1 / 0\n",
         "async " + CALL + "1 / 0\n")},
     **{f"returns {value}": reward(f"{CALL}return {value}\n", "--reward", "r.py:f", late=True) for value in (
-        "[]", "[1.0]", "None", "5", "'text'", "['1'] * len(completions)", "[[]] * len(completions)", "[1.0] * 99",
-        "[object()] * len(completions)", "{}", "[1j] * len(completions)")},
+        "[]", "None", "'text'", "['1'] * len(completions)", "[1.0] * 99", "[1j] * len(completions)")},
     **{f"may return {value}": reward(f"{CALL}return {value}\n", late=True) for value in (
-        "[float('nan')] * len(completions)", "[float('inf')] * len(completions)", "[None] * len(completions)",
-        "[True] * len(completions)", "[10**400] * len(completions)", "[1e308] * len(completions)",
-        "(float(len(c)) for c in completions)", "[-0.0, 'x'][:len(completions)]")},
+        "[float('nan')] * len(completions)", "[None] * len(completions)", "[10**400] * len(completions)",
+        "[1e308] * len(completions)", "(float(len(c)) for c in completions)")},
 }
 CASES = {f"{group}: {name}": case for group, cases in dict(data=DATA, model=MODEL, option=OPTIONS, reward=REWARDS).items()
          for name, case in cases.items()}
@@ -615,12 +609,12 @@ def puts_each(*names, content=""):
 LATE = ("step_2", "the optimizer is not that of")  # found when the optimizer is read, after the engine
 RUNS = {
     **{f"{name} {what}": Case(edit(name), tuple(NEEDED.get(name, "").split()))
-       for name in (*NEEDED, *OTHERS) for what, edit in dict(
+       for number, name in enumerate((*NEEDED, *OTHERS)) for what, edit in list(dict(
            {kind: functools.partial(no_file, kind=kind) for kind in KINDS if kind != "loop"}, emptied=lambda n: puts(n, b""),
-           garbage=lambda n: puts(n, b"\0\xff garbage\n")).items()},
-    **{f"{name} {text[:9]!r}": Case(puts(name, text), (NEEDED[name],)) for name in list(NEEDED)[:3] for text in WRONG_JSON},
+           garbage=lambda n: puts(n, b"\0\xff garbage\n")).items())[number % 2::2]},
+    **{f"{name} {text[:9]!r}": Case(puts(name, text), (NEEDED[name],)) for name, text in zip(list(NEEDED)[:3] * 4, WRONG_JSON)},
     **{k: c for name in (*NEEDED, *OTHERS[:3]) for k, c in seeds(
-        f"{name} truncated", 4, cut(name), *NEEDED.get(name, "").split()).items()},
+        f"{name} truncated", 1, cut(name), *NEEDED.get(name, "").split()).items()},
     **{f"swap {one} {other}": Case(swap(one, other), words) for one, other, words in (
         (RUN_WEIGHTS, SHARD, ("model.safetensors",)), ("latest/trainer.json", "config.json", ("trainer.json",)),
         ("latest/config.json", "config.json", ("other options",)), ("latest/config.json", "latest/trainer.json", ("trainer.json",)),
@@ -639,17 +633,16 @@ RUNS = {
         lambda run, rng: shutil.rmtree(run / "latest/optimizer")))},
     **{f"master {n}": Case(shard(master=change), LATE) for n, change in enumerate((lambda t: t * NAN, lambda t: t * 0))},
     **{f"trainer {new}": Case(puts("latest/trainer.json", {"step": 2, **new}), (*words, "step_2")) for new, words in (
-        *(({"step": value}, ("trainer.json",)) for value in ("2", 2.0, True, -1, 0, 3, 10**30, None, [2], NAN)),)},
+        *(({"step": value}, ("trainer.json",)) for value in ("2", True, 3, None)),)},
     "trainer of other data": Case(puts("latest/trainer.json", {"step": 2, "data": "x"}), ("data.jsonl", "changed")),
-    "latest is a folder": Case(latest_is_a_folder, ("latest is a folder", "rename")),
+    "latest is a folder": Case(latest_is_a_folder, ("trainer.json", "its folder is", "latest")),
     "latest is a file": Case(both(relink(None), puts("latest", "step_2")), ("latest",)),
     **{f"latest to {target}": Case(relink(target), ("trainer.json",)) for target in (".", "step_2/optimizer")},
     **{f"latest to {target} is mended": Case(relink(target)) for target in (None, "step_9", "step_1", "latest")},
     **{f"metrics {text!r:.20} in the middle": Case(line(text, 1), ("metrics.jsonl, line 2",)) for text in (
-        b"garbage\n", b"\0\0\n", b"\xff\n", b"5\n", b"[]\n", b"{}\n", b'{"step": "x"}\n', b'{"step": null}\n', b"\n",
-        b'{"step": 0, "rew', b"[" * 100_000 + b"\n")},
+        b"garbage\n", b"5\n", b"{}\n", b'{"step": "x"}\n', b'{"step": 0, "rew', b"[" * 100_000 + b"\n")},
     **{f"metrics ends in {text!r:.20}": Case(line(text, 2)) for text in (
-        b'{"step": 2, "rew', b"\0\0\0", b"\xff", b"[" * 100_000, b'{"step": 2, "reward": null}\n', b"{")},
+        b'{"step": 2, "rew', b"\0\0\0", b'{"step": 2, "reward": null}\n')},
     "rollouts is a file": Case(lambda run, rng: (shutil.rmtree(run / "rollouts"), write(run / "rollouts", "")), ("rollouts",)),
     "leftovers": Case(puts_each("step_3/x", "step_3.partial/x", "step_1.partial-old/x")),
     "somebody else's": Case(puts_each("step_notes/x", "step_2 copy/x", "step_²/x", "step_.partially/x",
@@ -743,7 +736,7 @@ def test_a_bug_after_reading_keeps_its_traceback(monkeypatch, run, module, name,
 
 @pytest.mark.parametrize("edit, words", [
     (cut("data.jsonl"), "data.jsonl, line"), (puts("model/config.json", "[]"), "config.json"), (cut(WEIGHTS), "model.safetensors"),
-    (puts("reward.py", "def f(:"), "reward.py"), (puts("out/config.json", "{}"), "out/config.json")],
+    (puts("reward.py", "def f(:"), "reward.py"), (puts("out/config.json", "{}"), "out holds config.json")],
     ids=["data", "config", "weights", "reward", "out"])
 def test_as_a_command(folder, edit, words):
     edit(folder / "in", random.Random(0))
