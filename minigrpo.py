@@ -1019,6 +1019,8 @@ def begin(c, source, inputs, run, world) -> tuple[Engine, ShardedAdamW]:
     with reading(f"--out {run.folder}"):
         if run.state.get("data", prompts.fingerprint) != prompts.fingerprint:
             raise ValueError(f"{' '.join(c.data)} changed since the run began: give another --out or --fresh")
+        if step > inputs.updates:
+            raise ValueError(f"is at update {step}, but {c.replay} now has rollouts for {inputs.updates}")
         if inputs.held_out:  # every row has every key
             points = {name: [[0.0] * c.eval_num_generations] for name in inputs.held_out}
             run.keys = dict.fromkeys([*METRICS, *eval_metrics(points)])

@@ -425,7 +425,6 @@ MODEL = {
 
 # ---- (c) Option values -------------------------------------------------------------------------------------
 
-NUMBERS = {f.name: f.type for f in dataclasses.fields(Config) if f.type in (int, float)}
 CHOICES = [f.name for f in dataclasses.fields(Config) if f.metadata.get("choices")]
 OPTIONS = {
     # One mechanism checks all numbers: some of them, each with another wrong value.
