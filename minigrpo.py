@@ -1085,10 +1085,12 @@ def main():
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             c.fresh = False  # a restart by torchrun continues what this command began
         world = World(c.timeout_minutes, generators=int(c.split))
+        if c.split:
+            import engines
+            engines.connect(world)  # both ends at once: only then each of them sees that the other has ended
         if world.trains:
             train(c, world)
         else:
-            import engines
             engines.serve(world)
         if dist.is_initialized():  # ending a vLLM engine has already destroyed it
             dist.destroy_process_group()

@@ -138,6 +138,8 @@ def main() -> None:
         lr_scheduler_type="cosine", warmup_steps=1, max_steps=args.steps, eval_steps=0)
     check(c)
     world = minigrpo.World(c.timeout_minutes, generators=int(c.split))
+    if c.split:
+        engines.connect(world)
     if not world.trains:
         engines.serve(world)
         seconds, awake = statistics.median(seen["generate"][1:]), seen.get("awake_gib")
