@@ -36,7 +36,9 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "${1:-}" = test ]; then
   shift
-  exec $python -m pytest -q "$@"  # all of tests/, or those that are named
+  # Two files at a time, where pytest-xdist is there (tests/requirements.txt).
+  side_by_side=$($python -c 'import xdist' 2> /dev/null && echo "-n 2 --dist loadfile" || true)
+  exec $python -m pytest -q $side_by_side "$@"  # all of tests/, or those that are named
 fi
 
 # torchrun reports 1 when it was signalled, although the ranks have saved and ended well: the run folder knows.
