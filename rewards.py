@@ -351,7 +351,7 @@ class Scorer:
                     judged[i][spec] = self._judge(self._calls[k], spec, groups[i])
 
         with ThreadPoolExecutor(count) as pool:
-            # In this thread, which Ctrl-C reaches, and to which CUDA's current device belongs.
+            # One share is judged in this thread, which Ctrl-C reaches and which has CUDA's current device.
             run = map if count == 1 else pool.map
             list(run(judge_share, range(count)))  # list() raises what a thread raised
         if self._first_batch and groups:
