@@ -4,8 +4,8 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 
-from minigrpo import Config, ShardedAdamW, World
 from model import PackedAttention, Policy, token_logprobs
+from sharded import ShardedAdamW, World
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -48,15 +48,21 @@ def test_an_optimizer_in_the_cpus_memory_takes_the_same_steps(tmp_path):
     moved = []
     for offload in (False, True):
         policy = Policy.from_folder(tmp_path, "cuda", torch.bfloat16)
-        optimizer = ShardedAdamW(policy, Config(optimizer_offload=offload), World())
+        optimizer = ShardedAdamW(policy.parameters(), lr=1e-3, offload=offload, world=World())
         before = optimizer.master.clone().cpu()
         assert optimizer.master.is_cuda != offload and all(s.is_cuda != offload for s in optimizer.state.values())
         for step in range(3):
-            optimizer.begin()
+            optimizer.zero_grad()
             tokens = torch.arange(20, device="cuda") + step
             logp, _ = token_logprobs(policy.packed(tokens, [20]), policy.head_weight, tokens.roll(-1))
             logp.sum().backward()
-            assert optimizer.step(1e-3) > 0
+            assert optimizer.step() > 0
         assert torch.equal(optimizer.master.cpu().bfloat16(), optimizer.weights.cpu())
         moved.append(optimizer.master.cpu() - before)
+        saved = tmp_path / f"optimizer-{offload}"
+        saved.mkdir()
+        optimizer.save(saved)
+        again = ShardedAdamW(policy.parameters(), lr=1e-3, offload=offload, world=World())
+        again.load(saved)
+        assert all(torch.equal(again.saved[name], optimizer.saved[name]) for name in again.saved)
     assert (moved[0] - moved[1]).norm() < 0.1 * moved[0].norm()  # where a gradient is about 0, its sign is chance
