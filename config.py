@@ -41,7 +41,8 @@ class Config:
         ("gsm8k",), "reward functions: built-in names or file.py:function; the first one is also the "
         "accuracy at evaluation")
     reward_weights: list[float] = option((), "one weight for each reward function (default 1)")
-    reward_timeout: float = option(30.0, "seconds that scoring one group may take before it is killed")
+    reward_timeout: float = option(
+        30.0, "seconds that scoring one group may take before it is killed", high=1e6)
     reward_workers: int = option(
         1, "processes that score on a rank; 0: the trainer's own", low=0, high=1024)
     system_prompt: str = option("", "put before every prompt as a system message")
@@ -278,9 +279,6 @@ def what_was_meant(unknown) -> str:
 
 def check(c):
     """Raises ValueError, naming the option, for values with which no run makes sense."""
-    for field in dataclasses.fields(c):
-        if field.type in (int, float):
-            check_range(field, getattr(c, field.name))
     completions = c.prompts_per_step * c.num_generations
     launcher = os.environ.get("WORLD_SIZE")  # torchrun sets it
     torchrun = f"torchrun --nproc_per_node={2 if c.split else 1} {' '.join(sys.argv)}"
@@ -312,22 +310,24 @@ def check(c):
         (c.split and launcher == "1",
          "--split needs 2 ranks or more: --nproc_per_node=2, or --colocate on one"),
     ]
+    numbers = [field for field in dataclasses.fields(c) if field.type in (int, float)]
+    mistakes = [out_of_range(field, getattr(c, field.name)) for field in numbers] + mistakes
     for made, message in mistakes:
         if made:
             raise ValueError(message)
 
 
-def check_range(field, value):
+def out_of_range(field, value):
+    """(whether a number is too small, too large or NaN, what to say of it)"""
     low = 1 if field.type is int else ABOVE_0
     if field.default == 0:
         low = 0
     low = field.metadata.get("low", low)
     high = field.metadata.get("high", 2**31 if field.type is int else 1e30)
-    if low <= value <= high:  # NaN is not
-        return
     limit = f"{low} or more"
     if value > high:
         limit = f"at most {high}"
     elif low == ABOVE_0:
         limit = "a number above 0"
-    raise ValueError(f"--{field.name} {value}: use {limit}, e.g. {field.default}")
+    allowed = low <= value <= high  # NaN is not
+    return not allowed, f"--{field.name} {value}: use {limit}, e.g. {field.default}"

@@ -64,8 +64,8 @@ def group_advantages(scores, scale_rewards="group", baseline="group"):
     count = scored.sum(1, keepdim=True)  # [groups, 1]
     others = (count - 1).clamp(min=1)
     mean = scores.nansum(1, keepdim=True) / count.clamp(min=1)
-    difference = torch.where(scored, scores - mean, 0.0)
-    variance = difference.square().sum(1, keepdim=True) / others
+    difference = torch.where(scored, scores - mean, 0.0)  # NaN would spread to the whole group
+    variance = difference.square().sum(1, keepdim=True) / others  # Bessel's correction, as in TRL
     if baseline == "leave_one_out":  # r - (the others' mean) = (r - mean) · n / (n - 1)
         difference = difference * count / others
     if scale_rewards == "group":
@@ -86,7 +86,7 @@ def clipped_objective(ratio, logp, advantage, c):
     """
     low = 1 - c.epsilon
     high = 1 + (c.epsilon_high or c.epsilon)
-    free = ratio.clamp(max=c.delta) if c.delta else ratio
+    free = ratio.clamp(max=c.delta) if c.delta else ratio  # min() with it leaves A < 0 without a bound
     objective = torch.minimum(free * advantage, ratio.clamp(low, high) * advantage)
     too_rare = (ratio < low) & (advantage < 0)
     too_likely = (ratio > high) & (advantage > 0)
@@ -141,7 +141,7 @@ def policy_loss(logp, batch, c):
     log_ratio = logp - batch.old_logp  # 0 where the policy has not moved since it sampled; its slope is not
     if c.importance_sampling_level == "sequence":  # one ratio a completion, the geometric mean (GSPO, eq. 7)
         log_ratio = mean_by_completion(log_ratio, batch.completion)
-    ratio = log_ratio.exp()
+    ratio = log_ratio.exp()  # exactly 1 in the first update of a batch
     objective, clipped = LOSSES[c.loss_type].objective(ratio, logp, batch.advantage, c)
     gap = batch.old_logp - batch.sampler_logp
     mismatch = gap.exp()
@@ -149,7 +149,7 @@ def policy_loss(logp, batch, c):
     if c.vllm_importance_sampling_correction:
         # The engine rounds otherwise than the trainer, so it sampled from a slightly different distribution.
         weight = weight * mismatch.clamp(max=c.vllm_importance_sampling_clip_max)
-    loss = -(weight * objective).sum()
+    loss = -(weight * objective).sum()  # a sum, not a mean: the mean is in the weights
     sums = {
         "clip_ratio": clipped.sum(),
         "logprob_gap/mean": gap.abs().sum(),
@@ -227,6 +227,7 @@ def draw_prompts(prompts, step, c, resampling=0):
 def generate_rollouts(engine, prompts, step, tokenizer, seed, sampling, resampling=0):
     """sampling["n"] Rollouts for each (slot, prompt) of this rank, group after group."""
     n, stop = sampling["n"], sampling["stop"]
+    # Of the slot, not of the rank: any number of ranks draws the same completions.
     seeds = [sample_seed(seed, step, resampling, slot) for slot, _ in prompts]
     groups = engine.generate(
         [prompt.token_ids for _, prompt in prompts],
@@ -256,7 +257,7 @@ def generate_rollouts(engine, prompts, step, tokenizer, seed, sampling, resampli
 
 def score_rollouts(rollouts, scorer, group_size):
     """The rollouts with their rewards. A group is scored in one call; what has rewards keeps them."""
-    waiting = [r for r in rollouts if r.parts is None]
+    waiting = [r for r in rollouts if r.parts is None]  # dynamic sampling has scored some already
     groups = [waiting[i:i + group_size] for i in range(0, len(waiting), group_size)]
     requests = []
     for group in groups:
@@ -266,7 +267,7 @@ def score_rollouts(rollouts, scorer, group_size):
         requests.append(Group(first.prompt, texts, token_ids, first.columns))
     with reading("--reward", ValueError):  # a function that fails on its whole first batch must be wrong
         results = scorer.score(requests)
-    scored = {r.slot: r for r in rollouts}
+    scored = {r.slot: r for r in rollouts}  # keeps their order
     for group, scores in zip(groups, results):
         for i, r in enumerate(group):
             parts = {name: rewards[i] for name, rewards in scores.parts.items()}
@@ -294,7 +295,7 @@ def update(policy, optimizer, rollouts, c, world):
         low = m * groups // c.num_minibatches * c.num_generations
         high = (m + 1) * groups // c.num_minibatches * c.num_generations
         minibatches.append(make_micro_batches(policy, rollouts[low:high], c, world))
-    every = flatten(minibatches)
+    every = flatten(minibatches)  # several optimizer steps, one after the other
     with torch.no_grad():
         if c.num_iterations * c.num_minibatches > 1:  # the policy will move away from the one that sampled
             for batch in every:
@@ -305,13 +306,13 @@ def update(policy, optimizer, rollouts, c, world):
                     batch.reference_logp, _ = batch.logprobs(policy, c.temperature)
     seen, norms = [], []
     for batches in minibatches * c.num_iterations:
-        optimizer.zero_grad()
+        optimizer.zero_grad()  # also on a rank without micro-batches: `step` is collective
         for batch in batches:
             logp, entropy = batch.logprobs(policy, c.temperature)
             if batch.old_logp is None:  # the only update of this batch: the policy is still what sampled
                 batch.old_logp = logp.detach()
             loss, sums = policy_loss(logp, batch, c)
-            loss.backward()
+            loss.backward()  # one micro-batch's activations are freed before the next begins
             if norms:  # only in the first optimizer step the ratio must be 1
                 del sums["first_ratio_error"]
             sums["entropy"] = entropy.sum()
@@ -380,7 +381,7 @@ def train(c, world):
                 row |= evaluate(engine, inputs, c, world)
             after = row["eval/accuracy"]
             before = after if step == 0 else before
-        if last:
+        if last:  # a row with nothing but the accuracy of the last weights
             run.record(row)
             break
         mine = world.my_part(draw_prompts(inputs.prompts.train, step, c))
@@ -401,6 +402,7 @@ def train(c, world):
         rollouts = [replace(r, advantage=a) for r, a in zip(rollouts, advantages.tolist())]
         row["learning_rate"] = learning_rate_at(step, inputs.schedule, c)
         with watch("update"):                                                                   # 6. update
+            # The schedule is a function of the step: a resumed run has no scheduler's state to restore.
             for group in optimizer.param_groups:
                 group["lr"] = row["learning_rate"]
             measured, old_logps = update(policy, optimizer, rollouts, c, world)
@@ -420,7 +422,7 @@ def train(c, world):
             save(step + 1, before=before, stopped=stopped)
         if stopped:
             world.print0(f"stopped after update {step + 1}: the same command continues")
-            break
+            break  # without `last`: nothing is evaluated, and the run is not finished
     if last:
         accuracy = "" if after is None else f"accuracy {before:.1%} → {after:.1%}, "
         result = f"{accuracy}model in {run.folder / f'step_{inputs.updates}'}"
@@ -494,6 +496,7 @@ def make_micro_batches(policy, rollouts, c, world):
     denominators = LOSSES[c.loss_type].denominators(counts, c.max_completion_length)
     denominators = dict(zip(trained, denominators))  # by slot too
     useful = [r for r in rollouts if trained[r.slot]]
+    # By FLOP, not by tokens: attention makes long sequences dearer than their length says.
     costs = [policy.update_flops([r.length]) for r in useful]
     parts = balance(costs, world.world_size)
     mine = [useful[i] for i in parts[world.rank]]
@@ -541,8 +544,8 @@ def join(rollouts, trained, denominators, policy) -> MicroBatch:
         first = len(stream) + len(r.prompt_ids)
         stream += r.prompt_ids + r.completion_ids
         places += [first + k for k in tokens]
-        sampler_logp += [r.sampler_logps[k] for k in tokens]
-    wide = torch.promote_types(policy.dtype, torch.float32)
+        sampler_logp += [r.sampler_logps[k] for k in tokens]  # the broken ones stay out, and so out of exp
+    wide = torch.promote_types(policy.dtype, torch.float32)  # as token_logprobs returns them
     counts = torch.tensor([len(trained[r.slot]) for r in rollouts])
     advantage = torch.tensor([r.advantage for r in rollouts], dtype=wide)
     weight = torch.tensor([1 / denominators[r.slot] for r in rollouts], dtype=wide)
@@ -555,6 +558,7 @@ def join(rollouts, trained, denominators, policy) -> MicroBatch:
         advantage=advantage.repeat_interleave(counts),
         weight=weight.repeat_interleave(counts))
     for name, value in vars(batch).items():
+        # From pinned memory: an ordinary copy would wait until the GPU is idle.
         if isinstance(value, torch.Tensor):
             setattr(batch, name, model.upload(value, policy.device))
     return batch
@@ -610,7 +614,7 @@ def evaluate(engine, inputs, c, world):
     for r in rollouts:
         first, *_ = r.parts.values()
         scores.append(first or 0.0)
-    world.barrier("evaluation")
+    world.barrier("evaluation")  # before a collective, so that a straggler is named
     scores = flatten(world.all_gather(scores))  # n of every prompt, in order
     groups = iter([scores[i:i + n] for i in range(0, len(scores), n)])
     points = {name: list(itertools.islice(groups, len(p))) for name, p in inputs.held_out.items()}
@@ -691,7 +695,7 @@ def add_up(parts: list[dict]) -> dict:
 def step_metrics(rollouts, scores: torch.Tensor, row, policy, world) -> dict:
     """The metrics of rewards, lengths and speed. scores: float64 [groups, G], NaN where there is no reward;
     row: what is known so far."""
-    scored = scores[~scores.isnan()]
+    scored = scores[~scores.isnan()]  # of all groups, flat
     groups = [group[~group.isnan()] for group in scores]
     stds = [group.std().item() for group in groups if len(group) > 1]
     generated = sum(len(r.completion_ids) for r in rollouts)
@@ -735,6 +739,7 @@ class Health:
             self.first.append((gap, entropy))
         if self.replay:  # its policy parts from the one that was recorded, and the gap has to grow
             usual_gap = math.inf
+        # A sample of 64 is enough: this would otherwise cost more than all the rest of the watch.
         some = rollouts[::1 + len(rollouts) // 64]
         long = [r.completion_ids for r in some if len(r.completion_ids) >= 32]
         flooded = [ids for ids in long if max(Counter(ids).values()) > len(ids) / 2]
@@ -809,11 +814,9 @@ def reading(what: str, kind: type[Exception] = Exception):
     """
     try:
         yield
-    except RunError:  # something more precise is to blame
-        raise
     except kind as error:
-        if os.environ.get("MINIGRPO_TRACEBACK"):
-            raise
+        if isinstance(error, RunError) or os.environ.get("MINIGRPO_TRACEBACK"):
+            raise  # in the first case something more precise has been blamed already
         words = " ".join(str(error).split())
         if not isinstance(error, (OSError, ValueError)):  # those speak for themselves; others say too little
             words = f"{type(error).__name__}: {words}"
@@ -885,7 +888,7 @@ def load(c, source, weights, world) -> Inputs:
     prompts = replace(prompts, fingerprint=fingerprint)
     if prompts.held_out and not c.eval_data:
         held_out = {"held out": prompts.held_out}
-    check_together(c, model_config, tokenizer, prompts, held_out)
+    check_together(c, model_config, tokenizer, prompts, held_out)  # before the weights, which take longest
     schedule = c.max_steps
     if schedule == -1:
         taken = c.prompts_per_step * (1 + c.dynamic_sampling_rounds)  # of the order of prompts, by a step
@@ -1017,10 +1020,13 @@ def begin(c, source, inputs, run, world) -> tuple[Engine, ShardedAdamW]:
     """The engine and the optimizer, as they were after the run's last checkpoint."""
     prompts, policy, step = inputs.prompts, inputs.policy, run.state["step"]
     with reading(f"--out {run.folder}"):
+        changed = []
         if run.state.get("data", prompts.fingerprint) != prompts.fingerprint:
-            raise ValueError(f"{' '.join(c.data)} changed since the run began: give another --out or --fresh")
+            changed.append(f"{' '.join(c.data)} changed since the run began")
         if step > inputs.updates:
-            raise ValueError(f"is at update {step}, but {c.replay} now has rollouts for {inputs.updates}")
+            changed.append(f"it is at update {step}, but {c.replay} now has rollouts for {inputs.updates}")
+        if changed:  # what follows would be another run than the one that is recorded so far
+            raise ValueError(f"{'; '.join(changed)}: give another --out, or --fresh")
         if inputs.held_out:  # every row has every key
             points = {name: [[0.0] * c.eval_num_generations] for name in inputs.held_out}
             run.keys = dict.fromkeys([*METRICS, *eval_metrics(points)])
@@ -1039,7 +1045,7 @@ def begin(c, source, inputs, run, world) -> tuple[Engine, ShardedAdamW]:
         world=world)
     if c.beta:
         optimizer.keep_reference(Policy.from_folder(source, "cpu", policy.dtype).parameters())
-    with reading(f"--out {run.folder}"):
+    with reading(f"--out {run.folder}"):  # a checkpoint whose halves do not belong together
         if step:
             optimizer.load(run.latest / "optimizer")
         seconds = run.seconds_to_save(optimizer)
@@ -1066,6 +1072,7 @@ def build_engine(c, source, tokenizer, policy, world) -> Engine:
         if world.cuda:
             plan = memory_plan(c, policy.config, policy.dtype, world)
             arguments["kv_cache_bytes"] = int(plan["generating"]["KV cache"])
+        # What vLLM refuses (a cache too small, a model it cannot run) is said in one line; it may also fail.
         with reading("vLLM", ValueError):
             if c.colocate:
                 return colocate.ColocatedEngine(**arguments)

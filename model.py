@@ -480,10 +480,10 @@ def naming(path: Path):
     """Whatever fails inside becomes a ValueError that names the file: the libraries that read it do not."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    except Exception as error:  # says nothing without its type: KeyError("vocab_size")
-        raise ValueError(f"{path}: {error!r}") from error
+    except Exception as error:
+        plain = isinstance(error, (OSError, ValueError))
+        words = error if plain else repr(error)  # KeyError("vocab_size") says nothing without its type
+        raise ValueError(f"{path}: {words}") from error
 
 
 def read_config(raw: dict) -> ModelConfig:

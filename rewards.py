@@ -325,8 +325,6 @@ class Scorer:
         self.weights = list(weights or [1.0] * len(specs))
         if len(self.weights) != len(specs) or not all(map(math.isfinite, self.weights)):
             raise ValueError(f"the reward weights {weights} must be one finite number for each of {specs}")
-        if not 0 < timeout <= 1e6 or workers < 0:  # sockets count milliseconds in 32 bits
-            raise ValueError(f"timeout {timeout}: above 0, up to 1e6 seconds; workers {workers}: 0 or more")
         names = [spec.rpartition(":")[2] for spec in specs]
         self.names = dict(zip(specs, names if len(set(names)) == len(names) else specs))
         self.state = {"global_step": 0, "max_steps": 0, "epoch": 0.0}
