@@ -31,42 +31,40 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 
+@dataclass
 class Run:
     """The folder of one run. Rank 0 looks after it; other ranks only add their shards to a checkpoint.
-
-    options: what config.json holds. free: names of those that may differ when the run is resumed.
-    keys: of every row of metrics, in order.
-    fresh: start anew, whatever is there.
-    save_total_limit, save_rollouts: how many checkpoints, and the rollouts of how many steps, are kept.
-    report_to: "tensorboard", "wandb".
 
     state: what trainer.json of the last checkpoint says; {"step": 0} without a checkpoint.
 
     Raises ValueError or OSError where the folder cannot be used. What is in it has not been changed then.
     """
 
-    def __init__(self, folder, options, world, *, keys, free=(), fresh=False, save_total_limit=2,
-                 save_rollouts=10, report_to=()):
-        self.folder = folder
-        self.latest = folder / "latest"
-        self.metrics = folder / "metrics.jsonl"
-        self.options = json.loads(json.dumps(options))  # as they come back from config.json: tuples are lists
-        self.world = world
-        self.writes = world.rank == 0
-        self.keys = keys
-        self.free = free
-        self.fresh = fresh
-        self.save_total_limit = save_total_limit
-        self.save_rollouts = save_rollouts
-        self.report_to = report_to
+    folder: Path
+    options: dict  # what config.json holds
+    world: object
+    keys: Iterable[str]  # of every row of metrics, in order
+    free: tuple = ()  # names of options that may differ when the run is resumed
+    fresh: bool = False  # start anew, whatever is there
+    save_total_limit: int = 2  # checkpoints to keep
+    save_rollouts: int = 10  # how many steps' rollouts to keep
+    report_to: tuple = ()  # "tensorboard", "wandb"
+
+    def __post_init__(self):
+        self.latest = self.folder / "latest"
+        self.metrics = self.folder / "metrics.jsonl"
+        self.options = json.loads(json.dumps(self.options))  # as they come back: tuples are lists
+        self.writes = self.world.rank == 0
         self.writer = None  # the process that writes rollouts
         state = self.find() if self.writes else None
-        self.state = world.all_gather(state)[0]
-        if not (folder / "lock").exists():  # rank 0 has just written it
-            raise ValueError(f"{folder} is not on a disk that all hosts share")
+        self.state = self.world.all_gather(state)[0]
+        if not (self.folder / "lock").exists():  # rank 0 has just written it
+            raise ValueError(f"{self.folder} is not on a disk that all hosts share")
 
     # ---- Taking the folder ---------------------------------------------------------------------------------
 

@@ -63,8 +63,10 @@ def group_advantages(scores, scale_rewards="group", baseline="group"):
     scored = ~scores.isnan()
     count = scored.sum(1, keepdim=True)  # [groups, 1]
     others = (count - 1).clamp(min=1)
-    mean = scores.nansum(1, keepdim=True) / count.clamp(min=1)
+    mean = scores.nanmean(1, keepdim=True)
     difference = torch.where(scored, scores - mean, 0.0)  # NaN would spread to the whole group
+    # Not std > 0: rewards that differ in their last bit alone would be blown up to an advantage of 1.
+    teaches = difference.amax(1, keepdim=True) - difference.amin(1, keepdim=True) > 1e-6
     variance = difference.square().sum(1, keepdim=True) / others  # Bessel's correction, as in TRL
     if baseline == "leave_one_out":  # r - (the others' mean) = (r - mean) · n / (n - 1)
         difference = difference * count / others
@@ -72,10 +74,6 @@ def group_advantages(scores, scale_rewards="group", baseline="group"):
         difference = difference / (variance.sqrt() + 1e-4)
     elif scale_rewards == "batch" and scored.sum() > 1:
         difference = difference / (scores[scored].std() + 1e-4)
-    highest = scores.nan_to_num(-math.inf).amax(1, keepdim=True)
-    lowest = scores.nan_to_num(math.inf).amin(1, keepdim=True)
-    # Not std > 0: rewards that differ in their last bit alone would be blown up to an advantage of 1.
-    teaches = (highest - lowest > 1e-6) & (count > 1)
     return torch.where(teaches, difference, 0.0)
 
 
@@ -238,8 +236,7 @@ def generate_rollouts(engine, prompts, step, tokenizer, seed, sampling, resampli
     for (slot, prompt), first, group in zip(prompts, seeds, groups):
         for i, (token_ids, logprobs) in enumerate(group):
             ended = token_ids[-1] in tokenizer.eos_token_ids
-            if stop and not ended:
-                ended = colocate.completes(tokenizer, token_ids, stop)
+            stopped = stop and colocate.completes(tokenizer, token_ids, stop)
             rollouts.append(Rollout(
                 slot=slot * n + i,
                 prompt=prompt.prompt,
@@ -247,7 +244,7 @@ def generate_rollouts(engine, prompts, step, tokenizer, seed, sampling, resampli
                 completion_ids=token_ids,
                 sampler_logps=logprobs,
                 completion=tokenizer.decode(token_ids),
-                truncated=not ended,
+                truncated=not (ended or stopped),
                 weight_version=engine.weight_version,
                 seed=first + i,
                 round=resampling,
@@ -258,7 +255,7 @@ def generate_rollouts(engine, prompts, step, tokenizer, seed, sampling, resampli
 def score_rollouts(rollouts, scorer, group_size):
     """The rollouts with their rewards. A group is scored in one call; what has rewards keeps them."""
     waiting = [r for r in rollouts if r.parts is None]  # dynamic sampling has scored some already
-    groups = [waiting[i:i + group_size] for i in range(0, len(waiting), group_size)]
+    groups = in_groups(waiting, group_size)
     requests = []
     for group in groups:
         texts = [r.completion for r in group]
@@ -275,6 +272,14 @@ def score_rollouts(rollouts, scorer, group_size):
     return list(scored.values())
 
 
+def in_groups(items, size) -> list[list]:
+    return [items[start:start + size] for start in range(0, len(items), size)]
+
+
+def flatten(lists) -> list:
+    return list(itertools.chain.from_iterable(lists))
+
+
 def reward_table(rollouts, group_size):
     """float64 [groups, G], NaN where there is no reward."""
     scores = [math.nan if r.reward is None else r.reward for r in rollouts]
@@ -289,12 +294,12 @@ def update(policy, optimizer, rollouts, c, world):
     Returns metrics over all ranks, and {slot: log-probabilities of the policy before the update} of every
     completion that trains, on rank 0, which writes them down.
     """
-    groups = len(rollouts) // c.num_generations
+    groups = in_groups(rollouts, c.num_generations)
     minibatches = []
     for m in range(c.num_minibatches):
-        low = m * groups // c.num_minibatches * c.num_generations
-        high = (m + 1) * groups // c.num_minibatches * c.num_generations
-        minibatches.append(make_micro_batches(policy, rollouts[low:high], c, world))
+        low = m * len(groups) // c.num_minibatches
+        high = (m + 1) * len(groups) // c.num_minibatches
+        minibatches.append(make_micro_batches(policy, flatten(groups[low:high]), c, world))
     every = flatten(minibatches)  # several optimizer steps, one after the other
     with torch.no_grad():
         if c.num_iterations * c.num_minibatches > 1:  # the policy will move away from the one that sampled
@@ -355,15 +360,13 @@ def train(c, world):
     """The run: seven stages a step; after the last update one more wake to evaluate what came out."""
     run, stop = open_run(c, world), Stop()
     if run.state.get("finished"):
-        result = run.state.get("result")
-        return world.print0(f"{run.folder} holds a finished run: {result} (--fresh starts anew)")
+        return world.print0(f"{run.folder} holds a finished run: {run.state['result']} (--fresh starts anew)")
     start = run.state["step"]
     source = model_folder(c, run, world)
     inputs = load(c, source, run.latest if start else source, world)
     policy, tokenizer, scorer = inputs.policy, inputs.tokenizer, inputs.scorer
     engine, optimizer = begin(c, source, inputs, run, world)
-    fingerprint = inputs.prompts.fingerprint
-    save = functools.partial(save_checkpoint, run, policy, optimizer, source, data=fingerprint)
+    save = functools.partial(save_checkpoint, run, policy, optimizer, source, data=inputs.prompts.fingerprint)
     health = Health(c.max_skipped, bool(c.replay))
     console = Console(inputs.updates, c.log_completions)
     before, after = run.state.get("before"), None  # accuracy of the first weights, and of the last
@@ -410,7 +413,7 @@ def train(c, world):
             peak = torch.cuda.max_memory_allocated() - engine.given_back
             row["memory/peak_gib"] = peak / 2**30
         row |= measured | {"time/step": world.clock() - began}                                  # 7. record
-        row |= step_metrics(rollouts, scores, row, policy, world)
+        row |= step_metrics(rollouts, scores, row, policy, c, world)
         run.record(row)
         run.write_rollouts(step, to_records(rollouts, old_logps))
         world.print0(console.text(row, rollouts))
@@ -547,21 +550,18 @@ def join(rollouts, trained, denominators, policy) -> MicroBatch:
         sampler_logp += [r.sampler_logps[k] for k in tokens]  # the broken ones stay out, and so out of exp
     wide = torch.promote_types(policy.dtype, torch.float32)  # as token_logprobs returns them
     counts = torch.tensor([len(trained[r.slot]) for r in rollouts])
+    completion = torch.arange(len(rollouts)).repeat_interleave(counts)  # [T]
     advantage = torch.tensor([r.advantage for r in rollouts], dtype=wide)
     weight = torch.tensor([1 / denominators[r.slot] for r in rollouts], dtype=wide)
-    batch = MicroBatch(
+    upload = functools.partial(model.upload, device=policy.device)
+    return MicroBatch(
         rollouts,
-        stream=torch.tensor(stream),
-        places=torch.tensor(places),
-        completion=torch.arange(len(rollouts)).repeat_interleave(counts),
-        sampler_logp=torch.tensor(sampler_logp, dtype=wide),
-        advantage=advantage.repeat_interleave(counts),
-        weight=weight.repeat_interleave(counts))
-    for name, value in vars(batch).items():
-        # From pinned memory: an ordinary copy would wait until the GPU is idle.
-        if isinstance(value, torch.Tensor):
-            setattr(batch, name, model.upload(value, policy.device))
-    return batch
+        stream=upload(torch.tensor(stream)),
+        places=upload(torch.tensor(places)),
+        completion=upload(completion),
+        sampler_logp=upload(torch.tensor(sampler_logp, dtype=wide)),
+        advantage=upload(advantage[completion]),
+        weight=upload(weight[completion]))
 
 
 def gather_old_logps(batches, world):
@@ -575,10 +575,6 @@ def gather_old_logps(batches, world):
                 logps[k] = next(values)
             mine[r.slot] = logps
     return functools.reduce(dict.__or__, world.all_gather(mine))
-
-
-def flatten(lists) -> list:
-    return list(itertools.chain.from_iterable(lists))
 
 
 # ---- Dynamic sampling --------------------------------------------------------------------------------------
@@ -616,7 +612,7 @@ def evaluate(engine, inputs, c, world):
         scores.append(first or 0.0)
     world.barrier("evaluation")  # before a collective, so that a straggler is named
     scores = flatten(world.all_gather(scores))  # n of every prompt, in order
-    groups = iter([scores[i:i + n] for i in range(0, len(scores), n)])
+    groups = iter(in_groups(scores, n))
     points = {name: list(itertools.islice(groups, len(p))) for name, p in inputs.held_out.items()}
     return eval_metrics(points)
 
@@ -659,15 +655,12 @@ TOKEN_MAXIMA = ("logprob_gap/max", "importance_ratio/max", "first_ratio_error")
 
 def update_metrics(seen, norms, rollouts, c, world) -> dict:
     """seen: the sums of this rank's micro-batches; norms: of the gradients, one an optimizer step."""
-    names = (*TOKEN_MEANS, *TOKEN_MAXIMA, "importance_ratio/squared", "loss", "tokens")
-    nothing = dict.fromkeys(names, 0)  # what a rank adds that has no micro-batch
     # Only now are numbers asked of the GPU: before, each would have waited for its kernels.
     numbers = [{name: value.item() for name, value in sums.items()} for sums in seen]
-    whole = add_up([nothing, *world.all_gather(add_up(numbers))])
+    whole = add_up(world.all_gather(add_up(numbers)))
     tokens = max(1, whole["tokens"])
     row = {name: whole[name] / tokens for name in TOKEN_MEANS}
     row |= {name: whole[name] for name in TOKEN_MAXIMA}
-    lengths = [r.length for r in rollouts if r.trained(c.mask_truncated_completions)]
     broken = [len(r.completion_ids) - len(r.finite()) for r in rollouts]
     ratio, squared = whole["importance_ratio/mean"], whole["importance_ratio/squared"]
     return row | {
@@ -678,21 +671,19 @@ def update_metrics(seen, norms, rollouts, c, world) -> dict:
         "skipped_updates": sum(not math.isfinite(norm) for norm in norms),
         "trained_tokens": whole["tokens"] // c.num_iterations,
         "broken_logprobs": sum(broken),
-        "trained_lengths": lengths * c.num_iterations,  # for the FLOP; no metric
     }
 
 
-def add_up(parts: list[dict]) -> dict:
-    """Sums by key; of TOKEN_MAXIMA the maximum."""
-    whole = {}
+def add_up(parts) -> Counter:
+    """Sums by key, 0 for a key that is nowhere; of TOKEN_MAXIMA the maximum."""
+    whole = Counter()
     for part in parts:
         for key, value in part.items():
-            so_far = whole.get(key, 0)
-            whole[key] = max(so_far, value) if key in TOKEN_MAXIMA else so_far + value
+            whole[key] = max(whole[key], value) if key in TOKEN_MAXIMA else whole[key] + value
     return whole
 
 
-def step_metrics(rollouts, scores: torch.Tensor, row, policy, world) -> dict:
+def step_metrics(rollouts, scores, row, policy, c, world) -> dict:
     """The metrics of rewards, lengths and speed. scores: float64 [groups, G], NaN where there is no reward;
     row: what is known so far."""
     scored = scores[~scores.isnan()]  # of all groups, flat
@@ -702,7 +693,8 @@ def step_metrics(rollouts, scores: torch.Tensor, row, policy, world) -> dict:
     gpus = world.world_size + world.generators
     mfu = None
     if world.peak_flops:
-        flops = policy.update_flops(row["trained_lengths"])
+        lengths = [r.length for r in rollouts if r.trained(c.mask_truncated_completions)]
+        flops = c.num_iterations * policy.update_flops(lengths)
         mfu = flops / (row["time/update"] * world.peak_flops * world.world_size)
     return {
         "reward": scored.mean().item() if len(scored) else None,
@@ -834,6 +826,7 @@ class Inputs:
     policy: Policy
     updates: int  # of this run
     schedule: int  # updates over which the learning rate is scheduled
+    memory: dict | None = None  # what is planned on each GPU, where an engine is to be on one
 
 
 def open_run(c, world) -> Run:
@@ -873,7 +866,7 @@ def load(c, source, weights, world) -> Inputs:
     source: the model as it was given. weights: that, or the last checkpoint.
     """
     with reading("--reward, --reward_weights"):
-        scorer = Scorer(list(c.reward), list(c.reward_weights) or None, c.reward_timeout, c.reward_workers)
+        scorer = Scorer(c.reward, c.reward_weights, c.reward_timeout, c.reward_workers)
         scorer.state["max_completion_length"] = c.max_completion_length
     with reading(f"--model {source}"):
         model_config = model.ModelConfig.from_folder(source)
@@ -900,6 +893,7 @@ def load(c, source, weights, world) -> Inputs:
     dtype = torch.bfloat16 if world.cuda else torch.float32
     if c.dtype != "auto":
         dtype = getattr(torch, c.dtype)
+    plan = None
     if world.cuda and (c.colocate or c.split):
         plan = memory_plan(c, model_config, dtype, world)
         prompts.notes.append(describe_plan(plan, world.card))
@@ -911,7 +905,7 @@ def load(c, source, weights, world) -> Inputs:
             raise ValueError(f"config.json is not the one of {c.model}: --fresh starts anew")
     worthwhile = world.cuda and model.parameter_count(model_config) > 4e8  # smaller ones wait for the CPU
     policy.training_mode(c.compile == "on" or c.compile == "auto" and worthwhile, c.recompute)
-    return Inputs(tokenizer, prompts, held_out, scorer, policy, updates, schedule)
+    return Inputs(tokenizer, prompts, held_out, scorer, policy, updates, schedule, plan)
 
 
 def load_prompts(option, source, tokenizer, c) -> PromptSet:
@@ -931,12 +925,10 @@ def load_prompts(option, source, tokenizer, c) -> PromptSet:
             **task)
 
 
-def check_together(c, m, tokenizer, prompts,
-                   held_out):
+def check_together(c, m, tokenizer, prompts, held_out):
     """Raises RunError where model, data and options are each right, but do not go together."""
-    largest = max(tokenizer.eos_token_ids[0], *(max(p.token_ids) for p in prompts.train))
-    for some in held_out.values():
-        largest = max(largest, *(max(p.token_ids) for p in some))
+    every = prompts.train + flatten(held_out.values())
+    largest = max(tokenizer.eos_token_ids[0], *(max(p.token_ids) for p in every))
     needs_answers = not rewards.NEED_ANSWER.isdisjoint(c.reward)
     mistakes = [  # (whether it is made, what to say of it)
         (c.longest > m.max_position_embeddings,
@@ -1033,7 +1025,7 @@ def begin(c, source, inputs, run, world) -> tuple[Engine, ShardedAdamW]:
         run.begin()
     held_out = sum(map(len, inputs.held_out.values()))
     world.print0("\n".join([*prompts.notes, f"{held_out} prompts to evaluate on"]))
-    engine = build_engine(c, source, inputs.tokenizer, policy, world)
+    engine = build_engine(c, source, inputs, world)
     optimizer = ShardedAdamW(  # after the engine: vLLM measures the memory that is free
         policy.parameters(),
         lr=c.learning_rate,
@@ -1057,21 +1049,21 @@ def begin(c, source, inputs, run, world) -> tuple[Engine, ShardedAdamW]:
     return engine, optimizer
 
 
-def build_engine(c, source, tokenizer, policy, world) -> Engine:
+def build_engine(c, source, inputs, world) -> Engine:
     """What generates: an engine on every rank, one for all, recorded rollouts, or the policy itself."""
+    tokenizer = inputs.tokenizer.backend
     if c.colocate or c.split:
         arguments = dict(
             folder=source,
-            dtype=policy.dtype,
+            dtype=inputs.policy.dtype,
             max_model_len=c.longest,
             max_num_seqs=completions_at_once(c, world),
             sleeps=c.colocate,
-            tokenizer=tokenizer.backend,
+            tokenizer=tokenizer,
             gpu_memory_utilization=c.vllm_gpu_memory_utilization,
             enforce_eager=c.vllm_enforce_eager or not world.cuda)
         if world.cuda:
-            plan = memory_plan(c, policy.config, policy.dtype, world)
-            arguments["kv_cache_bytes"] = int(plan["generating"]["KV cache"])
+            arguments["kv_cache_bytes"] = int(inputs.memory["generating"]["KV cache"])
         # What vLLM refuses (a cache too small, a model it cannot run) is said in one line; it may also fail.
         with reading("vLLM", ValueError):
             if c.colocate:
@@ -1081,7 +1073,7 @@ def build_engine(c, source, tokenizer, policy, world) -> Engine:
     import engines
     if c.replay:
         return engines.RecordedEngine(Path(c.replay))
-    return engines.PolicySampler(policy, tokenizer.backend)
+    return engines.PolicySampler(inputs.policy, tokenizer)
 
 
 def main():

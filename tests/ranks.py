@@ -224,7 +224,7 @@ def odd_batches(checkpoint, world: World) -> dict:
         before = state_of(optimizer)
         row, _ = update_at(1e-3, policy, optimizer, rollouts, c, world)
         row |= {"time/step": 1.0, "time/update": 1.0}
-        row |= step_metrics(rollouts, reward_table(rollouts, c.num_generations), row, policy, world)
+        row |= step_metrics(rollouts, reward_table(rollouts, c.num_generations), row, policy, c, world)
         changed = not same(before, state_of(optimizer))
         grad = reduced.pop() if reduced.seen else {}
         results[name] = {"row": row, "changed": changed, "grad": grad, "weights": optimizer.weights.clone()}
