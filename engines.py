@@ -16,18 +16,15 @@ import json
 import os
 import pickle
 import signal
-import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 
 from colocate import ColocatedEngine, Completion, Engine, completes
-from model import PackedAttention, Policy, scaled_logits
+from model import PackedAttention, scaled_logits
 
 # ---- The policy itself -------------------------------------------------------------------------------------
 
@@ -37,18 +34,11 @@ SEQUENCES_AT_ONCE = 256  # bounds the KV cache
 class PolicySampler(Engine):
     """The policy generates for itself, without vLLM. tokenizer: as ColocatedEngine's, for stop strings."""
 
-    def __init__(self, policy: Policy, tokenizer=None):
+    def __init__(self, policy, tokenizer=None):
         self.policy = policy
         self.tokenizer = tokenizer
 
-    def wake(self, named_weights, version=0) -> None:
-        self.weight_version = version  # the weights are the policy's own
-
-    def generate(self, prompts, *, n, max_tokens, temperature, seeds, eos_token_ids,
-                 stop=()) -> list[list[Completion]]:
-        ends = None
-        if stop:
-            ends = functools.partial(completes, self.tokenizer, stop=stop)
+    def generate(self, prompts, *, n, max_tokens, temperature, seeds, eos_token_ids, stop=()):
         repeated, every_seed = [], []  # of each completion
         for prompt, seed in zip(prompts, seeds, strict=True):
             repeated += [prompt] * n
@@ -57,31 +47,24 @@ class PolicySampler(Engine):
         for start in range(0, len(repeated), SEQUENCES_AT_ONCE):
             some = slice(start, start + SEQUENCES_AT_ONCE)
             drawn += sample(
-                self.policy, repeated[some], max_tokens, temperature, every_seed[some], eos_token_ids, ends)
+                self.policy,
+                repeated[some],
+                max_tokens,
+                temperature,
+                every_seed[some],
+                eos_token_ids,
+                self.tokenizer,
+                stop)
         return [drawn[start:start + n] for start in range(0, len(drawn), n)]
-
-    def sleep(self) -> None:
-        """Does nothing: there is no memory to give back."""
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 @torch.no_grad()
-def sample(
-    policy: Policy,
-    prompts: list[list[int]],
-    max_tokens: int,
-    temperature: float,
-    seeds: list[int],
-    eos_token_ids: list[int],
-    ends: Callable | None = None,
-) -> list[Completion]:
-    """One completion for each prompt. Temperature 0 is greedy.
+def sample(policy, prompts, max_tokens, temperature, seeds, eos_token_ids, tokenizer=None, stop=()):
+    """One completion for each prompt of token ids. Temperature 0 is greedy.
 
-    A completion ends with the EOS it emitted, or where ends(its token ids) is true, or after max_tokens. What
-    a sequence draws depends on its own seed alone, not on its neighbours: its seed gives a number u in [0, 1)
-    for each step, which is looked up in the cumulative distribution.
+    A completion ends with the EOS it emitted, with the token that completes one of the strings `stop`, or
+    after max_tokens. What a sequence draws depends on its own seed alone, not on its neighbours: its seed
+    gives a number u in [0, 1) for each step, which is looked up in the cumulative distribution.
     """
     device = policy.device
     uniform = []
@@ -89,50 +72,44 @@ def sample(
         generator = torch.Generator().manual_seed(seed)
         row = torch.rand(max_tokens, dtype=torch.float64, generator=generator)
         uniform.append(row)
-    uniform = torch.stack(uniform).to(device)  # [batch, max_tokens]
-    eos = torch.tensor(eos_token_ids, device=device)
+    uniform = torch.stack(uniform, 1).to(device)  # [max_tokens, batch]
     lengths = [len(prompt) for prompt in prompts]
     cache = KVCache(policy, lengths, max_tokens)
     packed = list(itertools.chain(*prompts))
     tokens = torch.tensor(packed, device=device)  # [tokens of all prompts]
     prefill = cache.attends(cache.prefill)
+    step = cache.attends(cache.step)
     hidden = policy(tokens, cache.packed.positions, prefill)
     last = cache.used.cumsum(0) - 1  # where each prompt's last token stands
     hidden = hidden[last]  # [batch, hidden]
-    step = cache.attends(cache.step)
-    ids, logps = [], []  # of each step, [batch]
-    count = torch.zeros_like(cache.used)  # [batch] tokens of each completion
-    done = torch.zeros_like(count, dtype=torch.bool)
-    for t in range(max_tokens):
+    completions = [Completion([], []) for _ in prompts]
+    unfinished = set(range(len(prompts)))
+    for numbers in uniform:
         logits = F.linear(hidden, policy.head_weight)  # [batch, vocabulary]
         logp = scaled_logits(logits, temperature or 1.0).log_softmax(-1)
         if temperature > 0:
-            token = draw(logp, uniform[:, t])
+            token = draw(logp, numbers)
         else:
             token = logp.argmax(-1)
-        ids.append(token)
         chosen = logp.gather(-1, token[:, None])  # [batch, 1]
-        logps.append(chosen.squeeze(-1))
-        # Who is done goes on with the batch; what it draws from here on is cut off at the end.
-        count += ~done
-        done |= torch.isin(token, eos)
-        if ends:
-            so_far = torch.stack(ids, 1).tolist()
-            stopped = [ends(row) for row in so_far]
-            done |= torch.tensor(stopped, device=device)
-        if t + 1 == max_tokens or bool(done.all()):
+        ids = token.tolist()
+        logprobs = chosen.squeeze(-1).tolist()
+        # Who is finished goes on with the batch; what it draws from here on is dropped.
+        for i in list(unfinished):
+            token_ids = completions[i].token_ids
+            token_ids.append(ids[i])
+            completions[i].logprobs.append(logprobs[i])
+            ended = ids[i] in eos_token_ids or len(token_ids) == max_tokens
+            if ended or stop and completes(tokenizer, token_ids, stop):
+                unfinished.remove(i)
+        if not unfinished:
             break
         hidden = policy(token, cache.used, step)
-        cache.used = cache.used + 1
-    all_ids = torch.stack(ids, 1).tolist()
-    all_logps = torch.stack(logps, 1).tolist()
-    completions = []
-    for row_ids, row_logps, length in zip(all_ids, all_logps, count.tolist()):
-        completions.append(Completion(row_ids[:length], row_logps[:length]))
+        cache.used += 1
     return completions
 
 
-def draw(logp: Tensor, uniform: Tensor) -> Tensor:
+def draw(logp, uniform):
     """Inverse-CDF sampling: logp [batch, vocabulary], uniform float64 [batch] → token ids [batch]."""
     cumulative = logp.double().exp().cumsum(-1)
     threshold = uniform[:, None] * cumulative[:, -1:]  # whose last value is 1 only up to rounding
@@ -143,30 +120,28 @@ def draw(logp: Tensor, uniform: Tensor) -> Tensor:
 class KVCache:
     """Keys and values, [layers, batch, length, kv_heads, head_dim], filled from the left."""
 
-    def __init__(self, policy: Policy, lengths: list[int], max_tokens: int):
+    def __init__(self, policy, lengths, max_tokens):
         c = policy.config
-        device = policy.device
         room = max(lengths) + max_tokens
         shape = (c.num_hidden_layers, len(lengths), room, c.num_key_value_heads, c.head_dim)
-        self.k = torch.zeros(shape, dtype=policy.dtype, device=device)
+        self.k = torch.zeros(shape, dtype=policy.dtype, device=policy.device)
         self.v = torch.zeros_like(self.k)
-        self.packed = PackedAttention(lengths, device, policy.dtype)
-        self.used = torch.tensor(lengths, device=device)  # [batch] tokens in the cache
-        self.rows = torch.arange(len(lengths), device=device)
-        self.prompt_rows = self.rows.repeat_interleave(self.used)  # [tokens of all prompts]
+        self.packed = PackedAttention(lengths, policy.device, policy.dtype)
+        self.used = torch.tensor(lengths, device=policy.device)  # [batch] tokens in the cache
+        self.rows = torch.arange(len(lengths), device=policy.device)
 
-    def attends(self, method: Callable) -> list[Callable]:
+    def attends(self, method):
         """For each layer the attend(q, k, v) that Policy.forward takes. method: self.prefill or self.step."""
         layers = range(len(self.k))
         return [functools.partial(method, layer) for layer in layers]
 
-    def prefill(self, layer: int, q, k, v) -> Tensor:
+    def prefill(self, layer, q, k, v):
         """attend() over whole prompts, packed."""
-        self.k[layer, self.prompt_rows, self.packed.positions] = k
-        self.v[layer, self.prompt_rows, self.packed.positions] = v
+        self.k[layer, self.packed.row, self.packed.positions] = k
+        self.v[layer, self.packed.row, self.packed.positions] = v
         return self.packed(q, k, v)
 
-    def step(self, layer: int, q, k, v) -> Tensor:
+    def step(self, layer, q, k, v):
         """attend() for one new token a sequence, q [batch, heads, head_dim], at position `used`."""
         self.k[layer, self.rows, self.used] = k
         self.v[layer, self.rows, self.used] = v
@@ -184,18 +159,18 @@ class KVCache:
 class RemoteEngine(Engine):
     """The engine of the generating rank, as the trainers see it. All of them call every method together.
 
-    Its weights are pushed over NCCL by the first trainer, whose weights are everybody's. arguments: those of
-    ColocatedEngine.
+    Its weights are pushed over NCCL by the first trainer, whose weights are everybody's. It has its GPU for
+    itself and never sleeps. arguments: those of ColocatedEngine.
     """
 
-    def __init__(self, world, arguments: dict):
+    def __init__(self, world, arguments):
         self.world = world
         self.link = connect(world)  # None on all trainers but the first
         if self.link:
             self.link.send(("build", arguments))
             self.link.receive()  # it is built
 
-    def wake(self, named_weights, version=0) -> None:
+    def wake(self, named_weights, version=0):
         self.weight_version = version
         if self.link:
             tensors = dict(named_weights)
@@ -205,40 +180,42 @@ class RemoteEngine(Engine):
                 self.link.broadcast(tensor)
             self.link.receive()  # it has them
 
-    def generate(self, prompts, *, seeds, **arguments) -> list[list[Completion]]:
+    def generate(self, prompts, *, seeds, **arguments):
         """Every trainer brings its own prompts, and gets their completions; the engine sees one batch."""
-        parts = self.world.all_gather((prompts, seeds))
+        parts = self.world.all_gather(list(zip(prompts, seeds, strict=True)))
         answers = None
         if self.link:
-            all_prompts, all_seeds = [], []
-            for part_prompts, part_seeds in parts:
-                all_prompts += part_prompts
-                all_seeds += part_seeds
-            arguments.update(prompts=all_prompts, seeds=all_seeds)
+            together = list(itertools.chain(*parts))
+            arguments["prompts"] = [prompt for prompt, _ in together]
+            arguments["seeds"] = [seed for _, seed in together]
             self.link.send(("generate", arguments))
             groups = iter(self.link.receive())
             answers = []
-            for part_prompts, _ in parts:
-                answer = itertools.islice(groups, len(part_prompts))
+            for part in parts:
+                answer = itertools.islice(groups, len(part))
                 answers.append(list(answer))
         mine = [None]
         dist.scatter_object_list(mine, answers, src=0)
         return mine[0]
 
-    def sleep(self) -> None:
-        """Does nothing: the engine has its GPU for itself and keeps its memory."""
-
-    def close(self) -> None:
+    def close(self):
         if self.link:
             self.link.send(("close",))
 
 
-def serve(world) -> None:
+def serve(world):
     """The life of the generating rank: does what the first trainer's RemoteEngine asks, until it closes."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the trainers finish their step, and then close this engine
     link = connect(world)
-    become_a_job_of_one_rank()
+    os.environ.update(
+        # Building an engine waits for every rank that these variables count, but the trainers build none.
+        RANK="0",
+        WORLD_SIZE="1",
+        # So this rank becomes a job of its own, which opens a store of its own.
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",  # any free one
+        TORCHELASTIC_USE_AGENT_STORE="False")
     engine = None
     while True:
         try:
@@ -267,44 +244,42 @@ def serve(world) -> None:
 
 
 @functools.cache
-def connect(world) -> "Link | None":
+def connect(world):
     """The link between the first trainer and the rank that generates, made at the first call; None elsewhere.
 
     Both call it as soon as they start: only a linked rank notices that the other one has ended, which it may
     before any engine is wanted.
     """
-    if world.rank == 0:
-        return Link(world.store, 0, world.device)
-    if not world.trains:
-        return Link(world.store, 1, world.device)
+    if world.rank == 0 or not world.trains:
+        return Link(world)
 
 
 class Link:
     """Joins two processes: objects travel over gloo, weights over NCCL where there is a GPU.
 
-    store: one that both see. end: 0 on the trainer's side, 1 on the other. The default process group has no
-    part in this, because building a vLLM engine is collective over it.
+    The default process group has no part in this, because building a vLLM engine is collective over it.
     """
 
-    def __init__(self, store: dist.Store, end: int, device: torch.device):
+    def __init__(self, world):
+        end = 0 if world.trains else 1
         self.other = 1 - end
         patience = datetime.timedelta(days=7)  # when the other process ends, so does any wait for it
-        gloo_store = dist.PrefixStore("objects", store)
+        gloo_store = dist.PrefixStore("objects", world.store)
         self.objects = dist.ProcessGroupGloo(gloo_store, end, 2, patience)
         self.weights = self.objects
-        if device.type == "cuda":
-            nccl_store = dist.PrefixStore("weights", store)
+        if world.cuda:
+            nccl_store = dist.PrefixStore("weights", world.store)
             self.weights = dist.ProcessGroupNCCL(nccl_store, end, 2, patience)
 
-    def send(self, value: object) -> None:
+    def send(self, value):
         """Any object that can be pickled."""
         pickled = bytearray(pickle.dumps(value))
         data = torch.frombuffer(pickled, dtype=torch.uint8)
         size = torch.tensor([len(pickled)])
-        self.objects.send([size], self.other, 0).wait()  # first, so that the other end can make room
-        self.objects.send([data], self.other, 0).wait()
+        for tensor in (size, data):  # the size first, so that the other end can make room
+            self.objects.send([tensor], self.other, 0).wait()
 
-    def receive(self) -> object:
+    def receive(self):
         """What the other end sends next; RuntimeError when that process has ended."""
         size = torch.zeros(1, dtype=torch.int64)
         self.objects.recv([size], self.other, 0).wait()
@@ -312,22 +287,10 @@ class Link:
         self.objects.recv([data], self.other, 0).wait()
         return pickle.loads(data.numpy())
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor):
         """Called on both ends: fills the tensor on the generating rank with the trainer's."""
         options = dist.BroadcastOptions()  # from end 0
         self.weights.broadcast([tensor.detach()], options).wait()
-
-
-def become_a_job_of_one_rank() -> None:
-    """Building an engine waits for every rank that these variables count, but the trainers build none."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))  # finds a free port
-        _, port = s.getsockname()
-    os.environ["RANK"] = "0"
-    os.environ["WORLD_SIZE"] = "1"
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    os.environ["MASTER_PORT"] = str(port)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # this job of one opens a store of its own
 
 
 # ---- Recorded rollouts (--replay) --------------------------------------------------------------------------
@@ -346,46 +309,35 @@ SAME_OPTIONS = (  # or the rollouts would be of other prompts, seeds or distribu
 class RecordedEngine(Engine):
     """Answers with the completions that an earlier run recorded. folder: of that run."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.folder = folder
 
-    def wake(self, named_weights, version=0) -> None:
-        self.weight_version = version
-
-    def generate(self, prompts, *, n, seeds, **ignored) -> list[list[Completion]]:
+    def generate(self, prompts, *, n, seeds, **ignored):
         """Raises ValueError where the rollouts of this step are damaged, or of other prompts or seeds."""
         path = self.folder / f"rollouts/step_{self.weight_version}.jsonl"
         recorded = read_rollouts(path)
         groups = []
         for prompt, seed in zip(prompts, seeds, strict=True):
-            keys = [(seed + i, *prompt) for i in range(n)]
-            found = [recorded.get(key) for key in keys]
+            found = [recorded.get((seed + i, *prompt)) for i in range(n)]
             if None in found:
                 raise ValueError(f"{path} has completions of other prompts: give all options that make "
                                  f"prompts as they are in {self.folder / 'config.json'}, and the same data")
             groups.append(found)
         return groups
 
-    def sleep(self) -> None:
-        """Does nothing: there is no memory to give back."""
 
-    def close(self) -> None:
-        """Does nothing."""
-
-
-def read_rollouts(path: Path) -> dict[tuple, Completion]:
+def read_rollouts(path):
     """(seed, *token ids of the prompt) → completion. Seeds alone would not show that the prompts changed."""
     recorded = {}
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            token_ids, logprobs = row["completion_ids"], row["sampler_logps"]
-            key = (row["seed"], *row["prompt_ids"])
-            recorded[key] = Completion(token_ids, logprobs)
-            token_types = {type(token) for token in token_ids}
-            logprob_types = {type(logprob) for logprob in logprobs}
-            right = len(token_ids) == len(logprobs) and token_types == {int} and logprob_types == {float}
+            completion = Completion(row["completion_ids"], row["sampler_logps"])
+            recorded[row["seed"], *row["prompt_ids"]] = completion
+            pairs = zip(*completion, strict=True)
+            types = {(type(token), type(logprob)) for token, logprob in pairs}
+            right = types == {(int, float)}
         except Exception:  # whatever the damage made of this line
             right = False
         if not right:
@@ -393,42 +345,41 @@ def read_rollouts(path: Path) -> dict[tuple, Completion]:
     return recorded
 
 
-def recorded_steps(folder: Path, options: dict, max_steps: int) -> int:
+def recorded_steps(folder, options, max_steps):
     """How many updates the run in `folder` has rollouts for, at most max_steps.
 
     options: of the run that is to replay them. Raises ValueError where they are of other prompts or another
     sampler than this run would have, where a step is missing, and where this run would overwrite them.
     """
     path = folder / "config.json"
+    problems = []
     try:
         old = json.loads(path.read_text())
-        recorded_with = {key: without_folders(old[key]) for key in SAME_OPTIONS}
+        for key in SAME_OPTIONS:
+            was = without_folders(old[key])
+            wanted = without_folders(options[key])
+            if was != wanted:
+                problems.append(f"--{key} {wanted}: {folder} was recorded with {was}: give the same")
     except Exception as error:  # it is missing, damaged or another program's
         raise ValueError(f"{path} is not that of a run ({error!r})") from None
-    problems = []
-    for key, was in recorded_with.items():
-        wanted = without_folders(options[key])
-        if was != wanted:
-            problems.append(f"--{key} {wanted}: {folder} was recorded with {was}: give the same")
     if options["dynamic_sampling_rounds"]:
         problems.append("--dynamic_sampling_rounds dropped groups that were not recorded")
     out = options["out"]
     if out and Path(out).resolve() == folder.resolve():
         problems.append(f"{folder} would be overwritten: give another --out")
-    names = [file.stem for file in folder.glob("rollouts/step_*.jsonl")]
-    numbers = [name.removeprefix("step_") for name in names]
-    recorded = {int(number) for number in numbers if number.isdecimal()}
-    steps = min(max_steps, max(recorded, default=0) + 1)
-    missing = [step for step in range(steps) if step not in recorded]
-    if missing:
-        problems.append(f"{folder} keeps no rollouts of step {missing[0]}: record with --save_rollouts N, "
-                        "for all N steps of a run")
+    files = set(folder.glob("rollouts/step_*.jsonl"))
+    steps = 0
+    while folder / f"rollouts/step_{steps}.jsonl" in files:
+        steps += 1
+    if steps < max_steps and (steps == 0 or steps < len(files)):  # there are later ones
+        problems.append(f"{folder} keeps no rollouts of step {steps}: record with --save_rollouts N, for all "
+                        "N steps of a run")
     if problems:
         raise ValueError("; ".join(problems))
-    return steps
+    return min(steps, max_steps)
 
 
-def without_folders(value) -> str:
+def without_folders(value):
     """An option as it is given, with only the names of files: folders move."""
     values = value if isinstance(value, list | tuple) else [value]
     return " ".join(Path(str(one)).name for one in values)
