@@ -28,9 +28,7 @@ import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
-import jinja2
 import jinja2.meta
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -81,36 +79,30 @@ def load_prompts(
     trained on, unless there are no others. Raises ValueError, which names the line, for what is no prompt.
     """
     table = read_rows(Path(source)) if rows is None else numbered("prompt", rows)
-    prompt_column = choose_column(table, prompt_column, answer_column)
-    conversations = []
-    texts = []
-    for place, row in table.items():
-        with naming(f"{source}, {place}"):
-            if prompt_column == "nums":
-                row = parse_countdown(row)
-                table[place] = row
-            prompt = read_prompt(row, prompt_column, system_prompt)
-            conversations.append(prompt)
-            texts.append(tokenizer.render(prompt))
-    encoded = encode_rows(source, table, texts, tokenizer)
-
+    prompt_column = choose_column(table, "prompt", [prompt_column] if prompt_column else PROMPT_COLUMNS)
+    answer_columns = ANSWER_COLUMNS
+    if answer_column:
+        answer_columns = [choose_column(table, "answer", [answer_column])]
     # Every prompt gets every column, as in a table: a reward function may name any of them as a parameter.
     names = column_names(table.values())
     if prompt_column != "nums":
         names.pop(prompt_column, None)
-    answer_columns = (answer_column,) if answer_column else ANSWER_COLUMNS
     prompts = []
-    golds = []
-    for place, prompt, token_ids in zip(table, conversations, encoded):
-        if not token_ids:
-            raise ValueError(f"{source}, {place}: the prompt has no tokens: a chat template leaves it out?")
+    golds = {}
+    for place, row in table.items():
+        with naming(f"{source}, {place}"):
+            if prompt_column == "nums":
+                row = parse_countdown(row)
+            prompt = read_prompt(row, prompt_column, system_prompt)
+            token_ids = tokenizer.encode(prompt)
+            if not token_ids:
+                raise ValueError("the prompt has no tokens: a chat template leaves it out?")
         if len(token_ids) <= max_prompt_length:
-            row = table[place]
-            gold = find_gold(place, row, answer_columns)
             columns = {name: row.get(name) for name in names}
-            columns["answer"] = gold.answer
+            gold_column, gold = find_gold(row, answer_columns)
+            columns["answer"] = gold
+            golds[place] = (gold_column, gold)
             prompts.append(Prompt(prompt, token_ids, columns))
-            golds.append(gold)
 
     dropped = len(table) - len(prompts)
     if not prompts or dropped and held_out:  # what is held out must not depend on the limit
@@ -127,7 +119,7 @@ def load_prompts(
     return PromptSet(prompts[held_out:] or prompts, prompts[:held_out], notes, fingerprint)
 
 
-def concatenate(sources, sets: list[PromptSet]) -> PromptSet:
+def concatenate(sources, sets) -> PromptSet:
     """One set of several, in the order given; sources: their names. A single one is returned as it is.
 
     A column that only some of the sources have is None in the others' prompts.
@@ -146,12 +138,12 @@ def concatenate(sources, sets: list[PromptSet]) -> PromptSet:
     return PromptSet(train, held_out, notes, sha256([some.fingerprint for some in sets]))
 
 
-def sha256(value) -> str:
+def sha256(value):
     text = json.dumps(value, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def column_names(rows) -> dict[str, None]:
+def column_names(rows):
     """{column: None, …} of all rows, in the order in which they appear."""
     names = {}
     for row in rows:
@@ -171,18 +163,14 @@ def naming(place):
         raise ValueError(f"{place}: {kind}{error}") from error
 
 
-def choose_column(table, prompt_column, answer_column) -> str:
-    """The column that holds the prompts; "nums" stands for Countdown."""
-    rows = table.values()
-    listed = ", ".join(sorted(column_names(rows))) or "none"
-    if answer_column and all(find_field(row, answer_column) is None for row in rows):
-        raise ValueError(f"--answer_column {answer_column!r}: no answers there (its columns: {listed})")
-    wanted = [prompt_column] if prompt_column else PROMPT_COLUMNS
+def choose_column(table, kind, wanted):
+    """The first of the wanted columns in which any row holds something. kind: "prompt" or "answer"."""
     for name in wanted:
-        if any(find_field(row, name) is not None for row in rows):
+        if any(find_field(row, name) is not None for row in table.values()):
             return name
     looked_for = " or ".join(map(repr, wanted))
-    raise ValueError(f"no prompts in {looked_for} (its columns: {listed}): --prompt_column names another")
+    listed = ", ".join(sorted(column_names(table.values()))) or "none"
+    raise ValueError(f"no {kind}s in {looked_for} (its columns: {listed}): --{kind}_column names another")
 
 
 def find_field(row, name):
@@ -193,17 +181,17 @@ def find_field(row, name):
     return value
 
 
-def parse_countdown(row) -> dict:
+def parse_countdown(row):
     """The row of a Countdown file with numbers, with which the reward calculates, where .csv has text."""
     with naming("'nums' must be integers in a list, 'target' an integer"):
         nums = json.loads(str(row["nums"]))
         target = json.loads(str(row["target"]))
-        if not nums or not all(type(n) is int for n in [*nums, target]):
+        if not nums or set(map(type, [*nums, target])) != {int}:
             raise ValueError(f"not {nums} and {target}")
     return row | {"nums": nums, "target": target}
 
 
-def read_prompt(row, column, system_prompt) -> str | list[dict]:
+def read_prompt(row, column, system_prompt):
     """The prompt of a row: text only where column "prompt" holds text and there is no system prompt."""
     value = find_field(row, column)
     if column == "nums":
@@ -222,16 +210,19 @@ def read_prompt(row, column, system_prompt) -> str | list[dict]:
     return messages
 
 
-def check_messages(turns, column) -> list[dict]:
+def check_messages(turns, column):
     """The messages without null fields, and without the reply that ends a conversation in "messages"."""
     messages = []
     for turn in turns:
-        if not isinstance(turn, dict) or {type(turn.get("role")), type(turn.get("content"))} != {str}:
-            raise ValueError(
-                f'{column!r} must be text or a list of {{"role": …, "content": text}}, not '
-                f"{json.dumps(turn)[:80]}")
-        # Parquet gives every message every field, if only null; templates ask `'tool_calls' in message`.
-        messages.append({key: value for key, value in turn.items() if value is not None})
+        match turn:
+            case {"role": str(), "content": str()}:
+                # Parquet gives every message every field, if only null; templates ask
+                # `'tool_calls' in message`.
+                messages.append({key: value for key, value in turn.items() if value is not None})
+            case _:
+                raise ValueError(
+                    f'{column!r} must be text or a list of {{"role": …, "content": text}}, not '
+                    f"{json.dumps(turn)[:80]}")
     if column == "messages" and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages or messages[-1]["role"] == "assistant":
@@ -239,43 +230,24 @@ def check_messages(turns, column) -> list[dict]:
     return messages
 
 
-def encode_rows(source, table, texts: list[str], tokenizer) -> list[list[int]]:
-    """The token ids of each row's text."""
-    try:
-        return tokenizer.encode_texts(texts)
-    except ValueError:  # the tokenizer does not say which; one by one, the row can be named
-        encoded = []
-        for place, text in zip(table, texts):
-            with naming(f"{source}, {place}"):
-                encoded += tokenizer.encode_texts([text])
-        return encoded
-
-
-class Gold(NamedTuple):
-    place: str  # "line 3"
-    column: str | None  # the one that holds it, if any does
-    answer: object
-
-
-def find_gold(place, row, columns) -> Gold:
-    """The gold answer from the first of the columns that has one."""
+def find_gold(row, columns):
+    """(column, gold answer) of the first of the columns that has one, (None, None) if none does."""
     for name in columns:
         answer = find_field(row, name)
         if answer is not None:
-            return Gold(place, name, answer)
-    return Gold(place, None, None)
+            return name, answer
+    return None, None
 
 
-def describe(prompts: list[Prompt], golds: list[Gold], prompt_column) -> list[str]:
-    """What the person who started the run should know about the data."""
-    used = dict.fromkeys(gold.column for gold in golds if gold.column)
+def describe(prompts, golds, prompt_column) -> list[str]:
+    """What the person who started the run should know about the data. golds: {place: (column, answer)}."""
+    used = dict.fromkeys(column for column, _ in golds.values() if column)
     from_columns = " or ".join(map(repr, used)) or "nowhere (--answer_column names their column)"
     notes = [f"{len(prompts)} prompts from {prompt_column!r}, gold answers from {from_columns}"]
     repeated = len(prompts) - len({json.dumps(p.prompt) for p in prompts})
     if repeated:
         notes.append(f"{repeated} duplicate prompts kept")
-    gsm8k = any(isinstance(gold.answer, str) and "####" in gold.answer for gold in golds)
-    broken = [gold.place for gold in golds if not parseable(gold, prompt_column, gsm8k)]
+    broken = unparseable(golds, prompt_column)
     if used and broken:
         notes.append(
             f"{len(broken)} gold answers cannot be parsed: no completion can match them (kept; the first is "
@@ -283,51 +255,53 @@ def describe(prompts: list[Prompt], golds: list[Gold], prompt_column) -> list[st
     return notes
 
 
-def parseable(gold: Gold, prompt_column, gsm8k: bool) -> bool:
-    """Whether a gold answer has the shape of its file's kind. The reward functions parse for themselves."""
-    if not isinstance(gold.answer, str):
-        return gold.answer is not None and gold.answer == gold.answer  # only NaN differs from itself
-    shape = r"\S"
-    if gsm8k:
-        shape = r"####[^\d\n]*\d|^\D*\d[\d.,]*\D*$"  # or, without the mark, one number
-    elif (prompt_column, gold.column) == ("problem", "solution"):  # MATH
-        shape = r"\\(boxed|fbox)\s*(\{\s*[^\s}]|[^\s{])"
-    return re.search(shape, gold.answer) is not None
+def unparseable(golds, prompt_column):
+    """Where gold answers lack the shape of their file's kind. The reward functions parse for themselves."""
+    gsm8k = any("####" in str(answer) for _, answer in golds.values())
+    places = []
+    for place, (column, answer) in golds.items():
+        shape = r"\S"
+        if gsm8k:
+            shape = r"####[^\d\n]*\d|^\D*\d[\d.,]*\D*$"  # or, without the mark, one number
+        elif (prompt_column, column) == ("problem", "solution"):  # MATH
+            shape = r"\\(boxed|fbox)\s*(\{\s*[^\s}]|[^\s{])"
+        missing = answer is None or answer != answer  # only NaN differs from itself
+        if missing or not re.search(shape, str(answer)):
+            places.append(place)
+    return places
 
 
 # ---- Reading files -----------------------------------------------------------------------------------------
 
-def read_rows(path) -> dict[str, dict]:
+def read_rows(path):
     """{place: row} of a file. Messages name the place: "line 3" or "row 3"."""
     readers = {".jsonl": read_json, ".json": read_json, ".csv": read_csv, ".parquet": read_parquet}
-    read = readers.get(path.suffix.lower())
-    if read is None:
-        raise ValueError(f"the name of a file with prompts ends in {', '.join(readers)}")
+    with naming(f"the name of a file with prompts ends in {', '.join(readers)}"):
+        read = readers[path.suffix.lower()]
     return read(path)
 
 
-def numbered(kind: str, rows) -> dict:
+def numbered(kind, rows):
+    """{"row 1": …, "row 2": …} for the kind "row"."""
     return {f"{kind} {number}": row for number, row in enumerate(rows, start=1)}
 
 
 def read_json(path):
-    """Lines of JSON. A .json file may also hold one list."""
+    """Lines of JSON, or one list, whose elements are then read as if each were a line."""
     text = read_text(path)
-    rows = {}
-    if path.suffix.lower() == ".json" and text.lstrip().startswith("["):
-        for place, row in numbered("row", json.loads(text)).items():
-            with naming(f"{path}, {place}"):
-                rows[place] = {**row}  # a TypeError for what is no object
-        return rows
     # Not splitlines(): it also cuts at U+2028 and the like, which JSON allows inside a string.
-    for place, line in numbered("line", text.split("\n")).items():
+    lines = numbered("line", text.split("\n"))
+    if text.lstrip().startswith("["):
+        lines = numbered("row", map(json.dumps, json.loads(text)))
+    rows = {}
+    for place, line in lines.items():
         if line.strip():
             with naming(f"{path}, {place}"):
                 rows[place] = parse_object(line)
     return rows
 
 
-def parse_object(text) -> dict:
+def parse_object(text):
     """The JSON object {…} in a text; a TypeError for other JSON."""
     return {**json.loads(text)}
 
@@ -358,7 +332,7 @@ def read_parquet(path):
     return numbered("row", json.loads(json.dumps(table, default=str)))
 
 
-def read_text(path) -> str:
+def read_text(path):
     """UTF-8 with or without a byte order mark."""
     try:
         return path.read_bytes().decode("utf-8-sig")
@@ -378,7 +352,7 @@ class Tokenizer:
     mention.
     """
 
-    def __init__(self, folder, chat_template: str = "", chat_template_kwargs: str = ""):
+    def __init__(self, folder, chat_template="", chat_template_kwargs=""):
         self.folder = Path(folder)
         self.file = self.folder / "tokenizer.json"
         with naming(self.file):
@@ -394,11 +368,10 @@ class Tokenizer:
             keywords = parse_object(chat_template_kwargs or "{}")
         self.template_place, source = find_template(self.folder, config.get("chat_template"), chat_template)
         with naming(self.template_place):
-            # Also without a template: it is an error to give keywords that nothing takes.
-            self.template = compile_template(source or "", self.special, keywords)
-        self.has_chat_template = source is not None
+            self.template = compile_template(source, self.special, keywords)
+        self.has_chat_template = source != WITHOUT_TEMPLATE
 
-    def _read(self, name) -> dict:
+    def _read(self, name):
         """The JSON object in a file of the folder; {} where there is no such file."""
         path = self.folder / name
         if not path.is_file():
@@ -406,7 +379,7 @@ class Tokenizer:
         with naming(path):
             return parse_object(read_text(path))
 
-    def _read_special_tokens(self, config: dict) -> dict[str, str]:
+    def _read_special_tokens(self, config):
         """{"eos_token": text, …}, as templates name them."""
         special = {}
         written = self._read("special_tokens_map.json") | config
@@ -417,7 +390,12 @@ class Tokenizer:
                 special[name] = token
         return special
 
-    def _find_eos(self) -> list[int]:
+    def _special_id(self, name) -> list[int]:
+        """[id of the special token], or [] where the tokenizer has none of that name."""
+        found = self.backend.token_to_id(self.special.get(name, ""))
+        return [] if found is None else [found]
+
+    def _find_eos(self):
         """Sorted ids: those of generation_config.json, or else of config.json, and the tokenizer's own.
 
         Chat models end their turn with the tokenizer's, and some configs name only that of the base model.
@@ -426,95 +404,80 @@ class Tokenizer:
         for name in "config.json", "generation_config.json":  # the second is preferred
             found = self._read(name).get("eos_token_id")
             if found is not None:
-                ids = found
-        if not isinstance(ids, list):
-            ids = [ids]
-        own = self.backend.token_to_id(self.special.get("eos_token", ""))
-        if own is not None:
-            ids = [*ids, own]
+                ids = found if isinstance(found, list) else [found]
+        ids += self._special_id("eos_token")
         if not ids or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
             raise ValueError(
                 f"{self.folder}: {ids} are no ids of EOS tokens: correct eos_token_id in "
                 "generation_config.json or config.json")
         return sorted(set(ids))
 
-    def _find_bos(self, add_bos_token: bool | None) -> list[int]:
+    def _find_bos(self, add_bos_token):
         """[id of the token that every prompt begins with], or [] where prompts begin with none."""
-        if add_bos_token is False:
-            return []
         if add_bos_token is not None:
-            bos = self.backend.token_to_id(self.special.get("bos_token", ""))
-            return [] if bos is None else [bos]
+            return self._special_id("bos_token") if add_bos_token else []
         # Where tokenizer_config.json does not say, the tokenizer's post-processor decides. Encoding any text
         # shows whether it puts a token in front. EOS is a text that every tokenizer can encode.
         with naming(self.file):
             probe = self.backend.encode(self.backend.id_to_token(self.eos_token_ids[0]) or "")
         return probe.ids[:1] if probe.special_tokens_mask[:1] == [1] else []
 
-    def render(self, prompt) -> str:
-        """The text that the model sees. A text stays as it is; messages go through the chat template, up to
-        where the answer starts. Without a template their contents are joined by empty lines.
-
-        Raises ValueError for messages that the template refuses.
+    def render(self, prompt):
+        """The text that the model sees: a text as it is, messages as the chat template writes them, up to
+        where the answer starts. Raises ValueError for messages that the template refuses.
         """
         if isinstance(prompt, str):
             return prompt
-        if not self.has_chat_template:
-            return "\n\n".join(message["content"] for message in prompt)
         with naming(self.template_place):
             return self.template.render(messages=prompt)
 
     def encode(self, prompt) -> list[int]:
-        """Token ids of a text or of messages. Raises ValueError for text that cannot be encoded."""
-        text = self.render(prompt)
-        return self.encode_texts([text])[0]
+        """Token ids of a text or of messages.
 
-    def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of many rendered prompts, encoded on all cores.
-
-        Raises ValueError when one of them cannot be encoded: a character outside the vocabulary, or half of a
-        surrogate pair. The library does not say which; the message quotes the first.
+        Raises ValueError for text that cannot be encoded: a character outside the vocabulary, or half of a
+        surrogate pair.
         """
-        encoded = []
-        for start in range(0, len(texts), 1000):  # in parts: the library's results take 100 bytes a token
-            part = texts[start:start + 1000]
-            with naming(f"{self.file} cannot encode {part[0][:60]!r}"):
-                # Without special tokens, because EOS may be one of them, and the model has yet to answer.
-                encodings = self.backend.encode_batch_fast(part, add_special_tokens=False)
-            encoded += [encoding.ids for encoding in encodings]
+        text = self.render(prompt)
+        with naming(f"{self.file} cannot encode {text[:60]!r}"):
+            # Without special tokens, because EOS may be one of them, and the model has yet to answer.
+            ids = self.backend.encode(text, add_special_tokens=False).ids
         # Exactly one BOS: a template may have written it already.
         bos = self.bos_token_ids
-        return [ids if ids[:1] == bos else bos + ids for ids in encoded]
+        return ids if ids[:1] == bos else bos + ids
 
-    def decode(self, token_ids, skip_special_tokens=True) -> str:
+    def decode(self, token_ids, skip_special_tokens=True):
         """The text of token_ids."""
-        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
-def find_template(folder, configured, chosen: str) -> tuple[str, str | None]:
-    """(where the chat template stands, its text, or None where there is none).
+# Messages of a model that has no chat template: their contents, with empty lines between them.
+WITHOUT_TEMPLATE = r"{{ messages | join('\n\n', attribute='content') }}"
 
-    configured: the chat_template of tokenizer_config.json: a text, or a list of {"name": …, "template": …}.
-    The folder's chat_template.jinja replaces it, and a chosen one replaces both.
+
+def find_template(folder, configured, chosen) -> tuple[str, str]:
+    """(where the chat template stands, its text).
+
+    configured: the chat_template of tokenizer_config.json: a text, a list of {"name": …, "template": …}, or
+    nothing. The folder's chat_template.jinja replaces it, and a chosen one replaces both.
     """
     place = f"{folder / 'tokenizer_config.json'}, chat_template"
-    if isinstance(configured, str):
-        configured = [{"name": "default", "template": configured}]
-    with naming(place):
-        named = {entry["name"]: entry["template"] for entry in configured or []}
     own = folder / "chat_template.jinja"
     if own.is_file() and not chosen:
         chosen = str(own)
-    if not chosen and not named:
-        return place, None
+    if not chosen and not configured:
+        return place, WITHOUT_TEMPLATE
+    named = {"default": configured}
+    if isinstance(configured, list):
+        with naming(place):
+            named = {entry["name"]: entry["template"] for entry in configured}
     name = chosen or "default"
-    if name in named:
+    if named.get(name):
         return place, named[name]
     with naming(f"--chat_template {name}"):
         return name, read_text(Path(name))
 
 
-def compile_template(source, special, keywords) -> jinja2.Template:
+def compile_template(source, special, keywords):
     """Compiles with the settings and helpers of transformers, because templates are written for those.
 
     special: {"eos_token": text, …}. Raises ValueError for keywords that the template does not mention.
@@ -531,12 +494,13 @@ def compile_template(source, special, keywords) -> jinja2.Template:
         strftime_now=time.strftime)
     environment.filters["tojson"] = to_json
     template = environment.from_string(source, globals=keywords)
-    mentioned = jinja2.meta.find_undeclared_variables(environment.parse(source))
-    accepted = mentioned - {"messages", *environment.globals}  # the latter are set here, not by the user
-    unknown = sorted(set(keywords) - accepted)
+    accepted = jinja2.meta.find_undeclared_variables(environment.parse(source))
+    accepted -= {"messages", *environment.globals}  # these are set here, not by the user
+    unknown = keywords.keys() - accepted
     if unknown:  # jinja would ignore them silently
         takes = ", ".join(sorted(accepted)) or "none"
-        raise ValueError(f"--chat_template_kwargs {unknown[0]!r}: the keywords of this template are {takes}")
+        raise ValueError(
+            f"--chat_template_kwargs {min(unknown)!r}: the keywords of this template are {takes}")
     return template
 
 
@@ -544,7 +508,7 @@ def raise_exception(message):
     raise jinja2.TemplateError(message)
 
 
-def to_json(value, ensure_ascii=False, **options) -> str:
+def to_json(value, ensure_ascii=False, **options):
     """As in transformers. jinja's own filter is for HTML: it escapes < > & '."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
@@ -566,12 +530,12 @@ def prompt_indices(step, prompts_per_step, size, seed) -> list[int]:
 
 
 @functools.lru_cache(maxsize=2)  # a step at the seam of two epochs needs both
-def permutation(seed, epoch, size) -> list[int]:
+def permutation(seed, epoch, size):
     """Sorted by hash: the same in every Python version, and without a random generator's state to save."""
     return sorted(range(size), key=lambda i: hash62("order", seed, epoch, i))
 
 
-def sample_seed(seed, step, resampling_round, slot) -> int:
+def sample_seed(seed, step, resampling_round, slot):
     """The seed, of 62 bits, for the completions of one prompt.
 
     slot: the prompt's index in the step's batch over all ranks. resampling_round: 0, or that of dynamic
@@ -580,7 +544,7 @@ def sample_seed(seed, step, resampling_round, slot) -> int:
     return hash62("sample", seed, step, resampling_round, slot)
 
 
-def hash62(*parts) -> int:
+def hash62(*parts):
     text = " ".join(map(str, parts))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2  # leaves room in int64: vLLM adds the index of the sample
