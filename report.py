@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import sys
+from array import array
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
@@ -42,7 +43,7 @@ ROLLOUT = {
 }
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="the folder of a run")
     parser.add_argument("--out", type=Path, default="report.html", help="the page (default %(default)s)")
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=64, help="of each step (default %(default)s)")
     args = parser.parse_args()
     try:
-        data = page_data(args.runs, args.steps, max(0, args.completions))
+        data = page_data(args.runs, args.steps, args.completions)
         # A completion may hold </script>, which would end the data.
         text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
         page = PAGE.replace("@DATA@", text)
@@ -61,14 +62,14 @@ def main() -> None:
     print(f"{args.out}: {len(args.runs)} runs, {len(text) / 1e6:.1f} MB")
 
 
-def page_data(folders: list[Path], steps: int, completions: int) -> dict:
+def page_data(folders, steps, completions):
     """All that the page shows."""
     runs = []
     options = []
     differ = {}
     for folder in folders:
         config = folder / "config.json"
-        options.append(read_object(config.read_bytes(), OPTIONS, where=config))
+        options.append(read_object(config.read_bytes(), OPTIONS, config))
         runs.append(read_run(folder, options[-1], steps, completions))
     for name in sorted(set().union(*options)):
         values = [of_run.get(name) for of_run in options]
@@ -77,17 +78,17 @@ def page_data(folders: list[Path], steps: int, completions: int) -> dict:
     return {"runs": runs, "differ": differ, "curves": CURVES, "stages": STAGES}
 
 
-def read_run(folder: Path, options: dict, steps: int, completions: int) -> dict:
+def read_run(folder, options, steps, completions):
     """The metrics of a run, and the first completions of its last recorded steps."""
     rows = read_lines(folder / "metrics.jsonl", METRICS)
     metrics = {}
     for key in METRICS:
         metrics[key] = [row.get(key) for row in rows]
-    accuracy = [value for value in metrics["eval/accuracy"] if value is not None]
+    accuracy = [value for value in metrics["eval/accuracy"] if value is not None] or [None]
     times = [value for value in metrics["time/step"] if value is not None]
     results = {
-        "first accuracy": accuracy[0] if accuracy else None,
-        "last accuracy": accuracy[-1] if accuracy else None,
+        "first accuracy": accuracy[0],
+        "last accuracy": accuracy[-1],
         "steps": len(times),
         "median time/step (s)": statistics.median(times) if times else None,
     }
@@ -95,19 +96,19 @@ def read_run(folder: Path, options: dict, steps: int, completions: int) -> dict:
     return {"name": str(folder), "metrics": metrics, "results": results, "rollouts": rollouts, "note": note}
 
 
-def read_rollouts(folder: Path, options: dict, steps: int, completions: int) -> tuple[list[dict], str]:
+def read_rollouts(folder, options, steps, completions):
     """The groups of completions of the last `steps` recorded steps, and how many of all these are."""
-    group_size = max(1, options["num_generations"])
+    group_size = options["num_generations"]
     if completions > group_size:
         completions -= completions % group_size  # whole groups, where one fits
     decode = find_decoder(folder, options["model"])
-    names = [path.stem.removeprefix("step_") for path in folder.glob("rollouts/step_*.jsonl")]
-    recorded_steps = sorted(int(name) for name in names if name.isdecimal())
+    paths = folder.glob("rollouts/step_*.jsonl")
+    files = {int(path.stem.removeprefix("step_")): path for path in paths}
     rollouts = []
     shown = 0
     recorded = 0
-    for step in recorded_steps[max(0, len(recorded_steps) - steps):]:
-        lines = read_lines(folder / f"rollouts/step_{step}.jsonl", ROLLOUT)
+    for step in sorted(files)[max(0, len(files) - steps):]:
+        lines = read_lines(files[step], ROLLOUT)
         recorded += len(lines)
         kept = []
         for line in lines[:completions]:
@@ -117,62 +118,53 @@ def read_rollouts(folder: Path, options: dict, steps: int, completions: int) -> 
         shown += len(kept)
         groups = groupby(kept, key=lambda completion: completion["slot"] // group_size)
         rollouts.append({"step": step, "groups": [list(group) for _, group in groups]})
-    note = (f"In this page: {len(rollouts)} of {len(recorded_steps)} recorded steps, "
+    note = (f"In this page: {len(rollouts)} of {len(files)} recorded steps, "
             f"{shown} of their {recorded} completions (--steps, --completions).")
     if decode is None:
         note += " No tokenizer was found."
     return rollouts, note
 
 
-def read_lines(path: Path, types: dict) -> list[dict]:
+def read_lines(path, types):
     """The objects of a file, one a line. Half a last line, which a run is still writing, is omitted."""
     *lines, last = path.read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):
-        rows.append(read_object(line, types, where=f"{path}, line {number},"))
+        rows.append(read_object(line, types, f"{path}, line {number},"))
     with suppress(ValueError):
-        rows.append(read_object(last, types, where=path))
+        rows.append(read_object(last, types, path))
     return rows
 
 
-def read_object(text: bytes, types: dict, where) -> dict:
+def read_object(text, types, where):
     """The JSON object whose keys have values of these types; ValueError where it is none.
 
     NaN, which browsers refuse in JSON, becomes None."""
+    problem = ""
     try:
         row = json.loads(text, parse_constant=lambda name: None)
-        problem = find_problem(row, types)
-    except (ValueError, RecursionError) as error:
-        problem = str(error)
+        for key, allowed in types.items():
+            if not isinstance(row.get(key), allowed):
+                problem = f"{key} is missing, or no value of a run"
+        # On other ids than these the tokenizer would fail, without naming the line.
+        array("I", row.get("completion_ids", []))
+    except Exception as error:  # whatever the damage made of it
+        problem = error
     if problem:
         raise ValueError(f"{where} is damaged ({problem}): remove it")
     return row
 
 
-def find_problem(row, types: dict) -> str:
-    """Why a run cannot have written this; empty where it can."""
-    if not isinstance(row, dict):
-        return "it is not a JSON object"
-    for key, allowed in types.items():
-        if not isinstance(row.get(key), allowed):
-            return f"{key} is missing, or no value of a run"
-        # An id of more than 32 bits makes the tokenizer fail, which does not name the line.
-        if key == "completion_ids" and not all(type(i) is int and 0 <= i < 2**31 for i in row[key]):
-            return f"{key} are not all ids of tokens"
-    return ""
-
-
-def find_decoder(folder: Path, model: str):
+def find_decoder(folder, model):
     """ids -> text with special tokens, by the run's tokenizer; None without one, or without its package."""
     for place in (folder / "latest", folder / model, Path(model)):
         with suppress(Exception):  # no file, or a broken one: the library raises nothing more precise
             from tokenizers import Tokenizer
             tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
             return partial(tokenizer.decode, skip_special_tokens=False)
-    return None
 
 
-def token_texts(ids: list[int], decode) -> list[str] | None:
+def token_texts(ids, decode):
     """decode(ids[:i + 1]) minus decode(ids[:i]) for each i: the token that completes a character has it,
     those before are empty. None where these do not add up to the text."""
     texts = []

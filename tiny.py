@@ -11,7 +11,6 @@ sometimes right, and that is what GRPO needs to begin with.
 import itertools
 import json
 import random
-from pathlib import Path
 
 import tokenizers
 import torch
@@ -44,34 +43,33 @@ TINY_CONFIG = dict(
 WARM_START = dict(steps=120, wrong=0.4, learning_rate=1e-3)
 
 
-def rows(task: str) -> list[dict]:
+def rows(task):
     """All prompts of a task, with their answers; the first TASKS[task] are held out."""
     if task == "digits":
         pairs = itertools.product(range(10), repeat=2)
         return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
     pairs = list(itertools.product(range(10, 100), repeat=2))
     random.Random(0).shuffle(pairs)
-    question = "What is {} + {}? Answer with just the number."
-    return [{"question": question.format(a, b), "answer": str(a + b)} for a, b in pairs]
+    return [{"question": f"What is {a} + {b}? Answer with just the number.", "answer": str(a + b)}
+            for a, b in pairs]
 
 
-def write_tiny_model(folder: Path, seed: int) -> None:
+def write_tiny_model(folder, seed):
     """Writes a 2-layer Llama with its tokenizer, after WARM_START["steps"] supervised steps on sums."""
     write_digits_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(TINY_CONFIG, indent=2))
     tokenizer = Tokenizer(folder)
     policy = Policy(ModelConfig.from_folder(folder))
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in policy.parameters():
-            if p.ndim > 1:  # the vectors belong to norms, which begin as ones
-                p.normal_(0, 0.02, generator=generator)
+    for p in policy.parameters():
+        if p.ndim > 1:  # the vectors belong to norms, which begin as ones
+            torch.nn.init.normal_(p, std=0.02, generator=generator)
     rng = random.Random(seed)
-    adam = torch.optim.AdamW(policy.parameters(), lr=WARM_START["learning_rate"], weight_decay=0.0)
+    adam = torch.optim.Adam(policy.parameters(), lr=WARM_START["learning_rate"])
     for _ in range(WARM_START["steps"]):
         examples = [tokenizer.encode(digit_sum(rng)) + tokenizer.eos_token_ids for _ in range(64)]
-        lengths = [len(token_ids) for token_ids in examples]
-        tokens = torch.tensor(list(itertools.chain(*examples)))  # [T]
+        lengths = list(map(len, examples))
+        tokens = torch.tensor(sum(examples, []))  # [T]
         place = torch.cat([torch.arange(n) for n in lengths])
         answer = place >= len("7+5=")  # [T]: only the result is learned
         hidden = policy.packed(tokens, lengths)
@@ -84,7 +82,7 @@ def write_tiny_model(folder: Path, seed: int) -> None:
     policy.save(folder)
 
 
-def digit_sum(rng: random.Random) -> str:
+def digit_sum(rng):
     """As "7+5=12", or with a random result."""
     a = rng.randrange(10)
     b = rng.randrange(10)
@@ -94,15 +92,14 @@ def digit_sum(rng: random.Random) -> str:
     return f"{a}+{b}={result}"
 
 
-def write_digits_tokenizer(folder: Path) -> None:
+def write_digits_tokenizer(folder):
     """Writes the tokenizer of the tiny model: "0".."9", "+", "=", <eos>, <pad>; all else is refused."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = [*"0123456789+=", "<eos>", "<pad>"]
-    vocabulary = {name: i for i, name in enumerate(names)}
+    vocabulary = {name: i for i, name in enumerate("0123456789+=")}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = tokenizers.decoders.Fuse()  # the default puts spaces between tokens
-    tokenizer.add_special_tokens(["<eos>", "<pad>"])
+    tokenizer.add_special_tokens(["<eos>", "<pad>"])  # 12 and 13
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
