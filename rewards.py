@@ -44,7 +44,7 @@ from fractions import Fraction
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from subprocess import PIPE, Popen
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 MEMORY_LIMIT = 4 << 30  # bytes of private memory that a worker may hold
@@ -62,9 +62,8 @@ def gsm8k(completions, answer, **kwargs):
     rewards = []
     for completion, gold in zip(completions, answer):
         text = text_of(completion)
-        gold = gold_text(gold)
         found = last_match(NUMBER, stated_answer(text, unmarked=text))
-        golds = re.findall(NUMBER, stated_answer(gold, unmarked=gold))
+        golds = re.findall(NUMBER, gold_answer(gold))
         rewards.append(compare(found, golds[0]) if len(golds) == 1 else None)
     return rewards
 
@@ -79,10 +78,9 @@ def math_answer(completions, answer, **kwargs):
     rewards = []
     for completion, gold in zip(completions, answer):
         text = text_of(completion)
-        gold = gold_text(gold)
         number = last_match(NUMBER + r"(?:/\d+)?", text)
         found = stated_answer(text, unmarked=number)
-        rewards.append(compare(found, stated_answer(gold, unmarked=gold)))
+        rewards.append(compare(found, gold_answer(gold)))
     return rewards
 
 
@@ -109,17 +107,17 @@ def format_tags(completions, **kwargs):
     """1.0 for exactly <think>...</think><answer>...</answer>, neither of them blank, else 0.0; so never where
     the chat template has written <think> already."""
     body = r"(?!\s*</)(?:(?!</?(?:think|answer)>).)+"
-    shape = re.compile(rf"\s*<think>{body}</think>\s*<answer>{body}</answer>\s*", re.DOTALL)
-    return [1.0 if shape.fullmatch(text_of(completion)) else 0.0 for completion in completions]
+    shape = rf"(?s)\s*<think>{body}</think>\s*<answer>{body}</answer>\s*"
+    return [1.0 if re.fullmatch(shape, text_of(completion)) else 0.0 for completion in completions]
 
 
-def length_reward(completions, answer, completion_ids=None, **kwargs):
+def length_reward(completions, answer, completion_ids, **kwargs):
     """Shorter is better among correct answers (as `math` judges), never positive for wrong ones.
 
     l = 0.5 - (len - min) / (max - min) over the group; l if correct, min(0, l) if not; 0 if max = min (Kimi
-    k1.5, arXiv 2501.12599, section 2.3.3). Lengths are in tokens, or in characters without completion_ids.
+    k1.5, arXiv 2501.12599, section 2.3.3). Lengths are in tokens.
     """
-    lengths = [len(sequence) for sequence in completion_ids or map(text_of, completions)]
+    lengths = list(map(len, completion_ids))
     shortest = min(lengths)
     longest = max(lengths)
     rewards = []
@@ -158,23 +156,23 @@ POWER = r"(?:[eE][-+]?\d{1,3}(?!\d))?"
 NUMBER = SIGN + r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)" + POWER
 
 
-def text_of(completion: str | list[dict]) -> str:
+def text_of(completion):
     """The text of a completion, which may be messages, with "-" for the typographic minus."""
     text = completion if isinstance(completion, str) else completion[-1]["content"]
     return text.replace("\u2212", "-")
 
 
-def gold_text(answer: object) -> str:
-    """The text of a row's gold answer, which may be a number, or None where the row has none."""
-    return "" if answer is None else text_of(str(answer))
+def gold_answer(gold):
+    """What a row's gold answer states. It may be a number, or None where the row has none."""
+    text = "" if gold is None else text_of(str(gold))
+    return stated_answer(text, unmarked=text)
 
 
-def last_match(pattern: str, text: str) -> str:
-    found = re.findall(pattern, text)
-    return found[-1] if found else ""
+def last_match(pattern, text):
+    return ["", *re.findall(pattern, text)][-1]
 
 
-def stated_answer(text: str, unmarked: str) -> str:
+def stated_answer(text, unmarked):
     r"""The part of `text` that states its answer: the last \boxed{}, ####, <answer>, or else `unmarked`."""
     text = text.replace(r"\fbox", r"\boxed")
     text = re.sub(r"\\boxed\s*([^\s{$]+)", r"\\boxed{\1}", text)  # \boxed 5
@@ -188,7 +186,7 @@ def stated_answer(text: str, unmarked: str) -> str:
     return unmarked
 
 
-def in_braces(text: str) -> str:
+def in_braces(text):
     """What stands in the first pair of braces; "" where the text was cut off before they closed."""
     depth = 0
     for brace in re.finditer(r"\\.|[{}]", text, re.DOTALL):  # \\. so that \{ and \} are passed over
@@ -231,13 +229,13 @@ SPELLINGS = [
 EXACT = re.compile(r"([-+]?)\s*(?:(\d+)\s+(?=\d+\s*/))?([\d.]+" + POWER + r")(?:\s*/\s*(-?[\d.]+))?")
 
 
-def compare(found: str, gold: str) -> float | None:
+def compare(found, gold):
     """1.0 for equal answers, 0.0 for others, None for an empty gold one."""
     target = canonical(gold)
     return float(canonical(found) == target) if any(target) else None
 
 
-def canonical(text: str) -> list[list[Fraction | str]]:
+def canonical(text):
     """A list that is equal for equal answers. Its elements, sorted because a list without brackets is a set
     ("1, 2" is "2, 1"), hold exact numbers, other texts, and the commas and brackets between them."""
     for pattern, plain in SPELLINGS:
@@ -257,7 +255,7 @@ def canonical(text: str) -> list[list[Fraction | str]]:
     return sorted(elements, key=repr)
 
 
-def exact(part: str) -> Fraction | str:
+def exact(part):
     """The number that `part` spells, or else its text without spaces and capitals."""
     number = EXACT.fullmatch(part)
     if number:
@@ -269,14 +267,14 @@ def exact(part: str) -> Fraction | str:
     return part.replace(" ", "").casefold()
 
 
-def evaluate(expression: str) -> Fraction | None:
+def evaluate(expression):
     """The exact value of an arithmetic expression, None for anything else."""
     # A model wrote it, so eval() sees only these characters: no names, no 0x10, 1_0 or 1e5; and few of them,
     # because Python's parser is recursive.
     allowed = re.fullmatch(r"[-+*/()\d ]{1,500}", expression, re.ASCII)
     refused = re.search(r"\*\*|//|(?:^|[-+*/(]) *\+", expression)  # powers, floor division, a sign +
     if allowed and not refused:
-        with suppress(ArithmeticError, MemoryError, RuntimeError, SyntaxError, TypeError):
+        with suppress(Exception):  # a syntax error, 1/0, 2(3), too deep for the parser
             return eval(re.sub(r"\d+", r"Fraction(\g<0>)", expression))
     return None
 
@@ -317,12 +315,10 @@ class Scorer:
     see as trainer_state. Raises ValueError for wrong arguments.
     """
 
-    def __init__(
-        self, specs: list[str], weights: list[float] | None = None, timeout: float = 30.0, workers: int = 1
-    ):
+    def __init__(self, specs, weights=None, timeout=30.0, workers=1):
+        self.weights = weights or [1.0] * len(specs)
         if not specs or len(set(specs)) < len(specs):
             raise ValueError(f"give at least one reward function and none twice, not {specs}")
-        self.weights = list(weights or [1.0] * len(specs))
         if len(self.weights) != len(specs) or not all(map(math.isfinite, self.weights)):
             raise ValueError(f"the reward weights {weights} must be one finite number for each of {specs}")
         names = [spec.rpartition(":")[2] for spec in specs]
@@ -335,7 +331,7 @@ class Scorer:
         for spec in specs:  # finds every mistake in the specs; the other workers start when needed
             self._calls[0](spec, None, self.state)
 
-    def score(self, groups: list[Group]) -> list[Scores]:
+    def score(self, groups):
         """The Scores of each Group. A completion that any function failed on has no reward.
 
         Raises ValueError for a function that fails on all completions of the first call: it must be wrong.
@@ -343,7 +339,7 @@ class Scorer:
         count = len(self._calls)
         judged = [{} for _ in groups]  # for each group, spec -> outcomes
 
-        def judge_share(k: int):  # fixed shares, so that a function that keeps state repeats in every run
+        def judge_share(k):  # fixed shares, so that a function that keeps state repeats in every run
             for i in range(k, len(groups), count):
                 for spec in self.names:
                     judged[i][spec] = self._judge(self._calls[k], spec, groups[i])
@@ -428,7 +424,7 @@ class Scorer:
         self.close()
 
 
-def warn(text: str):
+def warn(text):
     print(f"rewards: {text}", file=sys.stderr, flush=True)
 
 
@@ -437,7 +433,7 @@ def warn(text: str):
 class Worker:
     """One worker process, started when it is needed and again after it was stopped."""
 
-    def __init__(self, specs: list[str], timeout: float):
+    def __init__(self, specs, timeout):
         self.specs = specs
         self.timeout = timeout
         self.process = None
@@ -457,7 +453,7 @@ class Worker:
                 where = "" if loaded.failure == "load" else f"{spec}: while importing, "
                 raise ValueError(where + loaded.detail)
 
-    def call(self, spec: str, group: Group | None, state: dict) -> list[Outcome]:
+    def call(self, spec, group, state) -> list[Outcome]:
         """Lets the process call call_function; says also that it ended meanwhile, or took too long."""
         if not self.process or self.process.poll() is not None:  # not this function's fault that it ended
             self.start()
@@ -465,22 +461,21 @@ class Worker:
         limit = self.timeout if group else LOAD_SECONDS
         request = json.dumps([spec, group, state], default=str)  # dates become text
         reply = b""
-        late = False
+        failure = None
         try:
             self.channel.settimeout(limit)
-            with suppress(ConnectionError):  # the process ended
-                self.channel.sendall(request.encode() + b"\n")
-                reply = self.channel.makefile("rb").readline()
+            self.channel.sendall(request.encode() + b"\n")
+            reply = self.channel.makefile("rb").readline()
         except TimeoutError:
-            late = True
+            failure = Outcome(None, "timeout", f"it took over {limit:g} s")
+        except ConnectionError:
+            pass  # the process ended
         finally:  # after Ctrl-C too: a reply still to come would be taken for that to the next request
             if not reply.endswith(b"\n"):
                 self.stop()
         if self.process:
             return [Outcome(*values) for values in json.loads(reply)]
-        if late:
-            failure = Outcome(None, "timeout", f"it took over {limit:g} s")
-        else:
+        if not failure:
             code = process.returncode
             what = signal.strsignal(-code) if code < 0 else f"exit code {code}"
             failure = Outcome(None, "crash", f"the process ended ({what})", what)
@@ -494,7 +489,7 @@ class Worker:
             self.process = None
 
 
-def serve(memory: int):
+def serve(memory):
     """The worker process: answers each line of its socket, a request, with a line of outcomes.
 
     memory: bytes of private memory that it may hold.
@@ -520,7 +515,7 @@ def serve(memory: int):
 
 # ---- Calling a function, in a worker or in the caller's process --------------------------------------------
 
-def call_function(spec: str, group: Group | None, state: dict) -> list[Outcome]:
+def call_function(spec, group, state):
     """Calls a function for one group: an Outcome for each completion. Without a group it only loads it."""
     function, path = load(spec)
     if group is None:
@@ -552,7 +547,7 @@ def call_function(spec: str, group: Group | None, state: dict) -> list[Outcome]:
     return [check_value(value) for value in values]
 
 
-def check_value(value: object) -> Outcome:
+def check_value(value):
     """The Outcome for one value that a function returned."""
     if value is None:  # the function does not apply to this completion
         return Outcome(None)
@@ -565,7 +560,7 @@ def check_value(value: object) -> Outcome:
         return Outcome(None, "type", f"it returned a {type(value).__name__} for a number")
 
 
-def load(spec: str):
+def load(spec):
     """(function, its file) for a built-in's name or "path/file.py:function". Raises ValueError."""
     if spec in BUILTINS:
         return BUILTINS[spec], __file__
@@ -582,7 +577,7 @@ def load(spec: str):
 
 
 @cache
-def import_file(path: str) -> ModuleType:
+def import_file(path):
     """The file as a module, one for all functions in it."""
     name = "reward:" + path  # so that a user's model.py replaces no module of the same name
     found = spec_from_file_location(name, path)
@@ -592,7 +587,7 @@ def import_file(path: str) -> ModuleType:
     return module
 
 
-def describe(error: BaseException, path: str) -> str:
+def describe(error, path):
     """The exception in one line, with the last line of the file `path` that it passed through."""
     said = " ".join("".join(traceback.format_exception_only(error)).split())[:500]
     place = ""
@@ -602,5 +597,5 @@ def describe(error: BaseException, path: str) -> str:
     return said + place
 
 
-if __name__ == "__main__" and len(sys.argv) == 2:  # Worker.start ran this file
+if __name__ == "__main__":  # Worker.start ran this file
     serve(int(sys.argv[1]))
