@@ -115,7 +115,7 @@ def length_reward(completions, answer, completion_ids, **kwargs):
     """Shorter is better among correct answers (as `math` judges), never positive for wrong ones.
 
     l = 0.5 - (len - min) / (max - min) over the group; l if correct, min(0, l) if not; 0 if max = min (Kimi
-    k1.5, arXiv 2501.12599, section 2.3.3). Lengths are in tokens.
+    k1.5, arXiv 2501.12599, section 2.3.3). Lengths are those of completion_ids.
     """
     lengths = list(map(len, completion_ids))
     shortest = min(lengths)
@@ -189,7 +189,7 @@ def stated_answer(text, unmarked):
 def in_braces(text):
     """What stands in the first pair of braces; "" where the text was cut off before they closed."""
     depth = 0
-    for brace in re.finditer(r"\\.|[{}]", text, re.DOTALL):  # \\. so that \{ and \} are passed over
+    for brace in re.finditer(r"(?s)\\.|[{}]", text):  # \\. so that \{ and \} are passed over
         if brace[0] == "{":
             depth += 1
         elif brace[0] == "}":
@@ -226,7 +226,7 @@ SPELLINGS = [
     (r"^\s*(?:\(([^(){},]*)\)|\{([^(){}]*)\})[\s.]*$", r"\1\2"),  # (C), {1, 2}
 ]
 # The groups are sign, whole, top, bottom: of "-1 3/4" they are "-", "1", "3", "4".
-EXACT = re.compile(r"([-+]?)\s*(?:(\d+)\s+(?=\d+\s*/))?([\d.]+" + POWER + r")(?:\s*/\s*(-?[\d.]+))?")
+EXACT = r"([-+]?)\s*(?:(\d+)\s+(?=\d+\s*/))?([\d.]+" + POWER + r")(?:\s*/\s*(-?[\d.]+))?"
 
 
 def compare(found, gold):
@@ -257,7 +257,7 @@ def canonical(text):
 
 def exact(part):
     """The number that `part` spells, or else its text without spaces and capitals."""
-    number = EXACT.fullmatch(part)
+    number = re.fullmatch(EXACT, part)
     if number:
         sign, whole, top, bottom = number.groups()
         # What is no number after all stays text: "1.2.3", "1/0", more digits than int() takes.
@@ -271,7 +271,7 @@ def evaluate(expression):
     """The exact value of an arithmetic expression, None for anything else."""
     # A model wrote it, so eval() sees only these characters: no names, no 0x10, 1_0 or 1e5; and few of them,
     # because Python's parser is recursive.
-    allowed = re.fullmatch(r"[-+*/()\d ]{1,500}", expression, re.ASCII)
+    allowed = re.fullmatch(r"[-+*/()0-9 ]{1,500}", expression)
     refused = re.search(r"\*\*|//|(?:^|[-+*/(]) *\+", expression)  # powers, floor division, a sign +
     if allowed and not refused:
         with suppress(Exception):  # a syntax error, 1/0, 2(3), too deep for the parser
@@ -292,7 +292,7 @@ class Group(NamedTuple):
 class Scores(NamedTuple):
     """What a Group got."""
     rewards: list[float | None]  # weighted sum for each completion; None = no reward at all
-    parts: dict[str, list[float | None]]  # by function, without weights
+    parts: dict[str, list]  # by function, without weights
 
 
 class Outcome(NamedTuple):
@@ -317,10 +317,11 @@ class Scorer:
 
     def __init__(self, specs, weights=None, timeout=30.0, workers=1):
         self.weights = weights or [1.0] * len(specs)
-        if not specs or len(set(specs)) < len(specs):
-            raise ValueError(f"give at least one reward function and none twice, not {specs}")
-        if len(self.weights) != len(specs) or not all(map(math.isfinite, self.weights)):
-            raise ValueError(f"the reward weights {weights} must be one finite number for each of {specs}")
+        finite = all(map(math.isfinite, self.weights))
+        if not specs or len(set(specs)) < len(specs) or len(self.weights) != len(specs) or not finite:
+            raise ValueError(
+                "give at least one reward function, none twice, and one finite weight for each, not "
+                f"{specs} with {weights}")
         names = [spec.rpartition(":")[2] for spec in specs]
         self.names = dict(zip(specs, names if len(set(names)) == len(names) else specs))
         self.state = {"global_step": 0, "max_steps": 0, "epoch": 0.0}
@@ -442,7 +443,7 @@ class Worker:
         """Starts the process and lets it load all functions. Raises ValueError where one cannot be loaded."""
         self.stop()
         self.channel, theirs = socket.socketpair()
-        command = [sys.executable, os.path.abspath(__file__), str(MEMORY_LIMIT)]
+        command = [sys.executable, __file__, str(MEMORY_LIMIT)]
         settings = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"}
         with theirs:  # in a session of its own, so that one signal reaches what a function started as well
             self.process = Popen(command, stdin=PIPE, stdout=theirs, env=settings, start_new_session=True)

@@ -829,7 +829,7 @@ def test_late_functions(hostile, tmp_path):
         # Late as a group, and in time for each completion.
         assert scored(scorer, group("together", "a", "b")) == [[1, 1, 1]] and not scorer.failures
         assert scored(scorer, group("child")) == [[None]]
-        assert gone((tmp_path / "log.child").read_text())  # what it started is killed with it
+        wait_for(lambda: gone((tmp_path / "log.child").read_text()))  # what it started is killed with it
         before = len(calls(tmp_path))
         assert scored(scorer, group("a", "loop", "sleep", "regex", "power", "b", "c")) == [[1] + [None] * 6]
         assert scorer.failures == {"timeout: f": 7}
@@ -959,9 +959,9 @@ def test_mistakes_in_other_arguments():
     for arguments, said in [
         (dict(specs=[]), "at least one reward function"),
         (dict(specs=["gsm8k", "gsm8k"]), "none twice"),
-        (dict(specs=["gsm8k", "format"], weights=[1.0]), "one finite number for each"),
-        (dict(specs=["gsm8k", "format"], weights=[1.0, 2.0, 3.0]), "one finite number for each"),
-        (dict(specs=["gsm8k", "format"], weights=[1.0, float("nan")]), "one finite number for each"),
+        (dict(specs=["gsm8k", "format"], weights=[1.0]), "one finite weight for each"),
+        (dict(specs=["gsm8k", "format"], weights=[1.0, 2.0, 3.0]), "one finite weight for each"),
+        (dict(specs=["gsm8k", "format"], weights=[1.0, float("nan")]), "one finite weight for each"),
     ]:
         with pytest.raises(ValueError, match=said):
             Scorer(**arguments)
