@@ -31,15 +31,13 @@ import inspect
 import json
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 LOGITS_IN_FLIGHT = {"cpu": 2**27, "cuda": 2**29}  # elements of one [chunk, vocabulary] block
@@ -56,35 +54,35 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    max_position_embeddings: int
     rms_norm_eps: float
-    rope_theta: float
+    max_position_embeddings: int = 2048
+    rope_theta: float = 10000.0
     # {"rope_type": "linear" or "llama3", "factor": …}. Left out of the hash, since a dict has none.
-    rope_scaling: dict | None = field(hash=False)
-    tie_word_embeddings: bool  # the embedding table is the output head as well
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
+    rope_scaling: dict | None = field(default=None, hash=False)
+    tie_word_embeddings: bool = False  # the embedding table is the output head as well
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "ModelConfig":
+    def from_folder(cls, folder):
         """Reads config.json; raises ValueError that names it, and the key, for what is not computed here."""
-        path = Path(folder) / "config.json"
+        path = Path(folder, "config.json")
         with naming(path):
-            return read_config(json.loads(path.read_text(encoding="utf-8")))
+            return read_config(json.loads(path.read_bytes()))
 
 
 # ---- The transformer ---------------------------------------------------------------------------------------
 
-# attend(q, k, v) → [T, heads, head_dim]; q is of that shape, k and v are [T, kv_heads, head_dim].
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
 class Attention(nn.Module):
-    """Grouped-query attention: several query heads share one head of keys and values."""
+    """Grouped-query attention: several query heads share one head of keys and values.
 
-    def __init__(self, c: ModelConfig):
+    Which tokens see which is decided by attend(q, k, v): q [T, heads, head_dim] as what it returns, k and v
+    [T, kv_heads, head_dim].
+    """
+
+    def __init__(self, c):
         super().__init__()
         self.heads = (-1, c.head_dim)
         queries = c.num_attention_heads * c.head_dim
@@ -93,11 +91,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(c.hidden_size, keys, bias=c.qkv_bias)
         self.v_proj = nn.Linear(c.hidden_size, keys, bias=c.qkv_bias)
         self.o_proj = nn.Linear(queries, c.hidden_size, bias=c.o_bias)
-        self.q_norm = nn.Identity()
-        self.k_norm = nn.Identity()
-        if c.qk_norm:
-            self.q_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps)
+        norm = nn.RMSNorm if c.qk_norm else nn.Identity  # which takes any arguments, and does nothing
+        self.q_norm = norm(c.head_dim, c.rms_norm_eps)
+        self.k_norm = norm(c.head_dim, c.rms_norm_eps)
 
     def forward(self, x, cos, sin, attend):  # x [T, hidden]
         q = self.q_proj(x).unflatten(-1, self.heads)  # [T, heads, head_dim]
@@ -105,23 +101,23 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, self.heads)
         q = apply_rotary_emb(self.q_norm(q), cos, sin)
         k = apply_rotary_emb(self.k_norm(k), cos, sin)
-        out = attend(q, k, v)
+        out = attend(q, k, v)  # [T, heads, head_dim]
         return self.o_proj(out.flatten(-2))
 
 
 def apply_rotary_emb(x, cos, sin):
     """x [T, heads, head_dim]; cos, sin [T, 1, head_dim / 2]. Hugging Face checkpoints pair channel i with
     channel i + head_dim / 2, where the paper pairs neighbours."""
-    a, b = x.chunk(2, dim=-1)
+    a, b = x.chunk(2, -1)
     rotated_a = a * cos - b * sin
     rotated_b = b * cos + a * sin
-    return torch.cat((rotated_a, rotated_b), dim=-1)
+    return torch.cat((rotated_a, rotated_b), -1)
 
 
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
 
-    def __init__(self, c: ModelConfig):
+    def __init__(self, c):
         super().__init__()
         self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
         self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
@@ -133,7 +129,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, c: ModelConfig):
+    def __init__(self, c):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = Attention(c)
@@ -148,7 +144,7 @@ class Block(nn.Module):
 class Policy(nn.Module):
     """A causal language model; `named_parameters()` are the tensors of its checkpoint."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config):
         super().__init__()
         self.config = config
         self.model = nn.ModuleDict(dict(
@@ -161,46 +157,42 @@ class Policy(nn.Module):
         self.training_mode()
 
     @property
-    def head_weight(self) -> Tensor:
+    def head_weight(self):
         """[vocabulary, hidden]; with tied embeddings the embedding table itself."""
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         return head.weight
 
     @property
-    def device(self) -> torch.device:
+    def device(self):
         return self.model.norm.weight.device
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self):
         return self.model.norm.weight.dtype
-
-    @functools.cached_property
-    def inv_freq(self) -> Tensor:
-        return rope_frequencies(self.config).to(self.device)
 
     def forward(
         self,
-        tokens: Tensor,  # int64 [T]
-        positions: Tensor,  # int64 [T], of each token in its own sequence
-        attends: list[Attend],  # one for each layer: a KV cache differs from layer to layer
-        run_block: Callable = Block.forward,  # called in its place, with the same arguments
-    ) -> Tensor:
+        tokens,  # int64 [T]
+        positions,  # int64 [T], of each token in its own sequence
+        attends,  # the attend(q, k, v) of each layer: a KV cache differs from layer to layer
+        run_block=Block.forward,  # called in its place, with the same arguments
+    ):
         """Returns the normed hidden states [T, hidden]; `head_weight` makes them logits."""
         x = self.model.embed_tokens(tokens)
-        angles = positions[:, None].float() * self.inv_freq
-        cos = angles.cos().to(x.dtype)[:, None]  # [T, 1, head_dim / 2]
-        sin = angles.sin().to(x.dtype)[:, None]
+        angles = positions[:, None, None].float() * rope_frequencies(self.config, x.device)
+        cos = angles.cos().to(x.dtype)  # [T, 1, head_dim / 2]
+        sin = angles.sin().to(x.dtype)
         for block, attend in zip(self.model.layers, attends):
             x = run_block(block, x, cos, sin, attend)
         return self.model.norm(x)
 
-    def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
+    def packed(self, tokens, lengths):
         """tokens [sum(lengths)], the sequences one after the other → hidden states [sum(lengths), hidden]."""
         attend = PackedAttention(lengths, tokens.device, self.dtype)
         attends = [attend] * len(self.model.layers)
         return self(tokens, attend.positions, attends, self.run_block)
 
-    def training_mode(self, compiled: bool = False, recompute: bool = False) -> None:
+    def training_mode(self, compiled=False, recompute=False):
         """How `packed` runs its blocks from now on.
 
         compiled: torch.compile fuses what lies between the matrix products; one graph serves all layers and
@@ -212,7 +204,7 @@ class Policy(nn.Module):
             run = functools.partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
         self.run_block = run
 
-    def update_flops(self, lengths: list[int]) -> int:
+    def update_flops(self, lengths):
         """Useful operations of forward and backward over sequences of these lengths: 6 for each parameter and
         token, and attention as in appendix B of PaLM (arXiv 2204.02311), halved because it is causal."""
         c = self.config
@@ -221,12 +213,7 @@ class Policy(nn.Module):
         return 6 * parameter_count(c) * sum(lengths) + attention
 
     @classmethod
-    def from_folder(
-        cls,
-        folder: str | Path,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ) -> "Policy":
+    def from_folder(cls, folder, device="cpu", dtype=torch.float32):
         """Reads config.json and the safetensors of a Hugging Face folder, in one file or in several.
 
         Raises ValueError naming file and tensor where one is missing, unknown, quantized or of another shape.
@@ -237,13 +224,12 @@ class Policy(nn.Module):
         shapes = {name: tuple(p.shape) for name, p in policy.named_parameters()}
         loaded = {}
         for path in safetensors_files(folder):
-            with naming(path), safe_open(path, framework="pt") as file:
-                for name in file.keys():
+            with naming(path):
+                for name, tensor in load_file(path).items():  # views of the file, therefore copied
                     # Some checkpoints store a tied table under both names, or the rotary frequencies.
                     tied_head = name == "lm_head.weight" and policy.config.tie_word_embeddings
                     if tied_head or name.endswith("rotary_emb.inv_freq"):
                         continue
-                    tensor = file.get_tensor(name)  # a view of the file, therefore copied
                     check_tensor(name, tensor, shapes)
                     loaded[name] = tensor.to(device, dtype, copy=True)
         missing = shapes.keys() - loaded.keys()
@@ -252,44 +238,40 @@ class Policy(nn.Module):
         policy.load_state_dict(loaded, assign=True)
         return policy
 
-    def save(self, folder: str | Path, source: str | Path | None = None) -> None:
+    def save(self, folder, source=None):
         """Writes model.safetensors in the working dtype; copies config, tokenizer and such from `source`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        if source is not None:
+        if source:
             copy_other_files(Path(source), folder)
         # Copied on a CPU too: the trainer's parameters are views of one buffer, which safetensors refuses.
-        tensors = {}
-        for name, parameter in self.named_parameters():
-            tensors[name] = parameter.detach().to("cpu", copy=True)
+        tensors = {name: p.detach().to("cpu", copy=True) for name, p in self.named_parameters()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def rope_frequencies(c: ModelConfig) -> Tensor:
+@functools.cache
+def rope_frequencies(c, device):
     """Angle per position of each pair of channels, float32 [head_dim / 2] (Su et al. 2021, eq. 15).
 
     `linear` divides all by the factor. `llama3` divides only the slow ones, which turn less than
     low_freq_factor times within the original context, with a ramp up to high_freq_factor (Llama 3.1 release).
     """
-    channels = torch.arange(0, c.head_dim, 2, dtype=torch.int64)
-    exponents = channels.float() / c.head_dim
+    exponents = torch.arange(0, c.head_dim, 2).float() / c.head_dim
     frequencies = 1.0 / c.rope_theta**exponents
-    scaling = c.rope_scaling
-    if scaling is None:
-        return frequencies
+    scaling = c.rope_scaling or {"rope_type": "linear", "factor": 1.0}  # which changes nothing
     slower = frequencies / scaling["factor"]
-    if scaling["rope_type"] == "linear":
-        return slower
-    low = scaling["low_freq_factor"]
-    high = scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    ramp = (turns - low) / (high - low)
-    keep = ramp.clamp(0, 1)  # 1: fast enough to stay as it is
-    return slower * (1 - keep) + frequencies * keep
+    keep = 0.0
+    if scaling["rope_type"] == "llama3":
+        low = scaling["low_freq_factor"]
+        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        ramp = (turns - low) / (scaling["high_freq_factor"] - low)
+        keep = ramp.clamp(0, 1)  # 1: fast enough to stay as it is
+    mixed = slower * (1 - keep) + frequencies * keep
+    return mixed.to(device)
 
 
 @functools.cache
-def compile_once(function: Callable) -> Callable:
+def compile_once(function):
     return torch.compile(function, dynamic=True)
 
 
@@ -298,40 +280,32 @@ def compile_once(function: Callable) -> Callable:
 class PackedAttention:
     """Causal attention inside each sequence of a flat stream: an attend(q, k, v) for Policy.forward.
 
+    lengths: tokens of each sequence. dtype: of the queries, keys and values.
+
     Half precision on CUDA goes through FlashAttention with cumulative lengths. Elsewhere the stream is laid
     out as [sequences, longest]. The padding stands on the right, where the causal mask hides it from every
     real query.
     """
 
-    def __init__(
-        self,
-        lengths: list[int],  # tokens of each sequence
-        device: torch.device | str,
-        dtype: torch.dtype,  # of the queries, keys and values
-    ):
+    def __init__(self, lengths, device, dtype):
         self.shape = (len(lengths), max(lengths))  # (sequences, longest)
         counts = torch.tensor(lengths)
-        ends = counts.cumsum(0)
-        starts = ends - counts
-        row = torch.repeat_interleave(torch.arange(len(lengths)), counts)  # [T] which sequence
-        column = torch.arange(len(row)) - starts[row]  # [T] which place in it
+        row = torch.repeat_interleave(counts)  # [T] which sequence: lengths [2, 3] → 0, 0, 1, 1, 1
+        column = torch.cat([torch.arange(n) for n in lengths])  # [T] which place in it: 0, 1, 0, 1, 2
         self.row = upload(row, device)
         self.positions = upload(column, device)
         self.flash = None
-        half = dtype in (torch.bfloat16, torch.float16)
-        if half and torch.device(device).type == "cuda":
+        if dtype.itemsize == 2 and torch.device(device).type == "cuda":
             self.flash = flash_attention()
-            cu_seqlens = F.pad(ends, (1, 0)).to(torch.int32)  # [sequences + 1] where each begins
+            cu_seqlens = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)  # [sequences + 1] where each begins
             self.cu_seqlens = upload(cu_seqlens, device)
 
     def __call__(self, q, k, v):
         if self.flash:
             longest = self.shape[1]
             return self.flash(q, k, v, self.cu_seqlens, self.cu_seqlens, longest, longest)
-        q = self.pad(q)
-        k = self.pad(k)
-        v = self.pad(v)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            self.pad(q), self.pad(k), self.pad(v), is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)[self.row, self.positions]
 
     def pad(self, x):  # [T, heads, head_dim] → [sequences, heads, longest, head_dim]
@@ -341,7 +315,7 @@ class PackedAttention:
 
 
 @functools.cache
-def flash_attention() -> Callable:
+def flash_attention():
     """torch's packed FlashAttention, made causal."""
     from torch.nn.attention.varlen import varlen_attn
     options = {"window_size": (-1, 0)}  # all tokens to the left, none to the right
@@ -350,7 +324,7 @@ def flash_attention() -> Callable:
     return functools.partial(varlen_attn, **options)
 
 
-def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
+def upload(tensor, device):
     """Copies to the device; to a GPU from pinned memory, as an ordinary copy waits until the GPU is idle."""
     if torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -360,12 +334,12 @@ def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
 # ---- Log-probabilities without [tokens, vocabulary] --------------------------------------------------------
 
 def token_logprobs(
-    hidden: Tensor,  # [T, hidden], the state before each target
-    weight: Tensor,  # [vocabulary, hidden]
-    targets: Tensor,  # int64 [T]
-    temperature: float = 1.0,
-    chunk: int | None = None,  # rows for which logits exist at a time
-) -> tuple[Tensor, Tensor]:
+    hidden,  # [T, hidden], the state before each target
+    weight,  # [vocabulary, hidden]
+    targets,  # int64 [T]
+    temperature=1.0,
+    chunk=None,  # rows for which logits exist at a time
+):
     """Log-probability of each target under softmax(logits / temperature), and that distribution's entropy.
 
     Both [T], in nats, fp32 or wider; only the first has a gradient. By default a chunk has LOGITS_IN_FLIGHT
@@ -387,7 +361,7 @@ class ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk):
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        outputs = torch.empty(3, len(targets), dtype=wide, device=hidden.device)
+        outputs = hidden.new_empty(3, len(targets), dtype=wide)
         logp, entropy, lse = outputs
         compute = fused(chunk_logprobs, hidden)
         for start in range(0, len(targets), chunk):
@@ -415,7 +389,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
-def chunk_logprobs(logits, targets, temperature: float):
+def chunk_logprobs(logits, targets, temperature):
     """logits [rows, vocabulary] → log-probability of the targets, entropy, log-sum-exp; each [rows]."""
     z = scaled_logits(logits, temperature)
     lse = z.logsumexp(-1)
@@ -425,7 +399,7 @@ def chunk_logprobs(logits, targets, temperature: float):
     return chosen, entropy, lse
 
 
-def chunk_gradient(logits, targets, lse, grad_logp, temperature: float):
+def chunk_gradient(logits, targets, lse, grad_logp, temperature):
     """d loss / d logits: with z = logits / temperature, d logp[target] / dz = onehot(target) − softmax(z)."""
     z = scaled_logits(logits, temperature)
     softmax = (z - lse[:, None]).exp()
@@ -436,13 +410,13 @@ def chunk_gradient(logits, targets, lse, grad_logp, temperature: float):
     return grad.to(logits.dtype)
 
 
-def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
+def scaled_logits(logits, temperature):
     """In fp32 or wider; the matrix product before was in the working dtype, as it is in vLLM."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.to(wide) / temperature
 
 
-def fused(function: Callable, tensor: Tensor) -> Callable:
+def fused(function, tensor):
     """On a GPU the function as one or two kernels, which read the bf16 logits and store no fp32 copy."""
     return compile_once(function) if tensor.is_cuda else function
 
@@ -459,14 +433,12 @@ ROPE_KEYS = {  # what each type of rotary embedding cannot do without
 }
 
 
-def checkpoint_folder(name: str) -> Path:
+def checkpoint_folder(name):
     """The folder of that name, or else the model of that Hugging Face hub id, of which it fetches only the
     files needed. Raises ValueError where there is neither."""
     folder = Path(name)
     if folder.is_dir():
         return folder
-    if name.count("/") != 1:
-        raise ValueError(f"{name}: no such folder, and no hub id of the form organisation/model")
     from huggingface_hub import snapshot_download
     try:
         return Path(snapshot_download(name, allow_patterns=(WEIGHT_FILES, *OTHER_FILES)))
@@ -476,7 +448,7 @@ def checkpoint_folder(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def naming(path: Path):
+def naming(path):
     """Whatever fails inside becomes a ValueError that names the file: the libraries that read it do not."""
     try:
         yield
@@ -486,52 +458,43 @@ def naming(path: Path):
         raise ValueError(f"{path}: {words}") from error
 
 
-def read_config(raw: dict) -> ModelConfig:
+def read_config(raw):
     """The contents of a config.json as a ModelConfig.
 
-    Raises ValueError or KeyError, naming the key, for what would load and then compute something else.
+    Raises ValueError, KeyError or TypeError, naming the key, for what would load and then compute something
+    else.
     """
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}  # written by transformers 5, or 4
     rope_type = rope
     if isinstance(rope, dict):
         rope_type = rope.get("rope_type", rope.get("type", "default"))
     refuse_unsupported(raw, str(rope_type))
-    merged = {**raw, **rope}  # transformers 5 writes rope_theta into rope_parameters
-    given = {key: value for key, value in merged.items() if value is not None}  # null stands for the default
+    # transformers 5 writes rope_theta into rope_parameters. null stands for the default.
+    given = {key: value for key, value in {**raw, **rope}.items() if value is not None}
     for key, kind in {**ModelConfig.__annotations__, "attention_bias": bool}.items():
         if key in given and kind in (int, float, bool):
             check_value(key, given[key], kind)
     for key in ROPE_KEYS[rope_type]:
         check_value(f"rope {key}", given.get(key), float)
-    family = given["architectures"][0]
     heads = given["num_attention_heads"]
-    kv_heads = given.get("num_key_value_heads", heads)
+    kv_heads = given.setdefault("num_key_value_heads", heads)
     head_dim = given.get("head_dim", given["hidden_size"] / heads)
     if heads % kv_heads or head_dim % 2:
         raise ValueError(f"num_attention_heads {heads}, num_key_value_heads {kv_heads} and head_dim "
                          f"{head_dim} do not go together")
     bias = given.get("attention_bias", False)
-    return ModelConfig(
-        vocab_size=given["vocab_size"],
-        hidden_size=given["hidden_size"],
-        intermediate_size=given["intermediate_size"],
-        num_hidden_layers=given["num_hidden_layers"],
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=int(head_dim),
-        max_position_embeddings=given.get("max_position_embeddings", 2048),
-        rms_norm_eps=given["rms_norm_eps"],
-        rope_theta=float(given.get("rope_theta", 10000.0)),
-        rope_scaling=None if rope_type == "default" else {**rope, "rope_type": rope_type},
-        tie_word_embeddings=given.get("tie_word_embeddings", False),
-        qkv_bias=bias or family == "Qwen2ForCausalLM",  # Qwen2 always has them, and does not say so
-        o_bias=bias and family != "Qwen2ForCausalLM",
-        mlp_bias=given.get("mlp_bias", False),
-        qk_norm=family == "Qwen3ForCausalLM",
-    )
+    [family] = given["architectures"]
+    given |= {
+        "head_dim": int(head_dim),
+        "rope_scaling": None if rope_type == "default" else {**rope, "rope_type": rope_type},
+        "qkv_bias": bias or family == "Qwen2ForCausalLM",  # Qwen2 always has them, and does not say so
+        "o_bias": bias and family != "Qwen2ForCausalLM",
+        "qk_norm": family == "Qwen3ForCausalLM",
+    }
+    return ModelConfig(**{key: given[key] for key in ModelConfig.__annotations__ if key in given})
 
 
-def refuse_unsupported(raw: dict, rope_type: str) -> None:
+def refuse_unsupported(raw, rope_type):
     """Raises ValueError for a model whose weights would load, and would then compute something else."""
     architectures = raw.get("architectures")
     activation = raw.get("hidden_act", "silu")
@@ -551,7 +514,7 @@ def refuse_unsupported(raw: dict, rope_type: str) -> None:
                              f"{', '.join(SUPPORTED)}")
 
 
-def check_value(key: str, value, kind: type) -> None:
+def check_value(key, value, kind):
     """Raises ValueError for a value of another type, or for a number that no model has.
 
     Python takes true for 1 and "no" for true, and would not come to an end with 10**15 layers.
@@ -567,13 +530,13 @@ def check_value(key: str, value, kind: type) -> None:
         raise ValueError(f"{key} is {value!r:.40}, which no model has")
 
 
-def safetensors_files(folder: Path) -> list[Path]:
+def safetensors_files(folder):
     """The weight files of a Hugging Face folder: those that the index names, or model.safetensors."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if index.exists():
         with naming(index):
-            names = json.loads(index.read_text())["weight_map"].values()
+            names = json.loads(index.read_bytes())["weight_map"].values()
             files = {folder / name for name in names}
             for file in files:
                 file.stat()  # fails where it is missing
@@ -583,7 +546,7 @@ def safetensors_files(folder: Path) -> list[Path]:
     return [single]
 
 
-def check_tensor(name: str, tensor: Tensor, shapes: dict[str, tuple]) -> None:
+def check_tensor(name, tensor, shapes):
     """Raises ValueError where no parameter has this name and shape, or where the tensor is quantized."""
     shape = tuple(tensor.shape)
     expected = shapes.get(name, "no such tensor")
@@ -593,7 +556,7 @@ def check_tensor(name: str, tensor: Tensor, shapes: dict[str, tuple]) -> None:
         raise ValueError(f"tensor {name} is {tensor.dtype}: quantized checkpoints are not supported")
 
 
-def copy_other_files(source: Path, folder: Path) -> None:
+def copy_other_files(source, folder):
     """Copies everything but the weights of a Hugging Face folder."""
     for pattern in OTHER_FILES:
         for file in source.glob(pattern):
@@ -604,18 +567,18 @@ def copy_other_files(source: Path, folder: Path) -> None:
 # ---- What a step costs -------------------------------------------------------------------------------------
 
 def memory_plan(
-    c: ModelConfig,
+    c,
     *,
-    size: int,  # bytes of a working weight
-    ranks: int,  # over which the optimizer is cut
-    micro_batch: int,  # tokens of one forward and backward pass
-    sequence: int,  # tokens of the longest sequence
-    cache_tokens: int,  # how many the engine would like to hold at once
-    engine_limit: float,  # bytes that the engine's weights and KV cache stay below
-    recompute: bool,
-    compiled: bool,
-    shared: bool = True,  # False for an engine that has a GPU for itself
-) -> dict:
+    size,  # bytes of a working weight
+    ranks,  # over which the optimizer is cut
+    micro_batch,  # tokens of one forward and backward pass
+    sequence,  # tokens of the longest sequence
+    cache_tokens,  # how many the engine would like to hold at once
+    engine_limit,  # bytes that the engine's weights and KV cache stay below
+    recompute,
+    compiled,
+    shared=True,  # False for an engine that has a GPU for itself
+):
     """Bytes on each GPU in the two halves of a step: {"training": {what: bytes}, "generating": {…}}.
 
     The engine always gets room for one sequence, even where that is more than engine_limit.
@@ -642,24 +605,18 @@ def memory_plan(
         # A chunk and its gradient; the gradient of the table, in fp32 and as it is returned.
         "logits": 2 * size * logits + (4 + size) * c.vocab_size * c.hidden_size,
     }
-    wanted = kv_cache_bytes(c, cache_tokens, size)
-    needed = kv_cache_bytes(c, max(4096, sequence + 32), size)
+    cached = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size  # keys and values of a token
+    needed = cached * max(4096, sequence + 32)
     generating = {
         **(trainer if shared else graphs),
         "engine weights": weights,
-        "KV cache": max(needed, min(wanted, engine_limit - weights)),
+        "KV cache": max(needed, min(cached * cache_tokens, engine_limit - weights)),
     }
     return {"training": training, "generating": generating}
 
 
-def kv_cache_bytes(c: ModelConfig, tokens: int, size: int) -> int:
-    """Keys and values of that many tokens; size: bytes of an element."""
-    elements = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim  # of a token
-    return elements * size * tokens
-
-
 @functools.cache
-def parameter_count(c: ModelConfig) -> int:
+def parameter_count(c):
     """Parameters of a Policy; a tied table counts once."""
     with torch.device("meta"):  # takes no memory
         return sum(p.numel() for p in Policy(c).parameters())

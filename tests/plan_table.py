@@ -15,8 +15,8 @@ CARDS, GPUS, SEQUENCE = (24, 48, 80, 141), (1, 2, 4, 8), 2560
 
 def shape(name: str) -> ModelConfig:
     hidden, inner, layers, heads, kv_heads, vocabulary, tied = SHAPES[name]
-    return ModelConfig(vocabulary, hidden, inner, layers, heads, kv_heads, hidden // heads, 32768, 1e-6, 1e6, None,
-                       tied, True, False, False, False)
+    return ModelConfig(vocabulary, hidden, inner, layers, heads, kv_heads, hidden // heads, 1e-6,
+                       tie_word_embeddings=tied, qkv_bias=True)
 
 
 def largest_micro_batch(name: str, card: int, gpus: int) -> str:
