@@ -23,12 +23,10 @@ Left out: sharded working weights (ZeRO stage 3, FSDP). The engine needs whole o
 import contextlib
 import datetime
 import functools
-import itertools
 import math
 import os
 import threading
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -51,33 +49,31 @@ class World:
     train. They are not counted in `world_size` and are in no process group; `trains` is False there.
     """
 
+    device = torch.device("cpu")
+    card = 0  # bytes of the GPU's memory
+    peak_flops = None  # of the GPU, where it is in PEAK_FLOPS
+    store = None  # torchrun's keys and values, shared by all ranks, those that generate included
+
     def __init__(self, timeout_minutes=30.0, generators=0):
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1)) - generators
         self.generators = generators
         self.trains = self.rank < self.world_size
         self.timeout = datetime.timedelta(minutes=timeout_minutes)
-        self.store = None  # torchrun's keys and values, shared by all ranks, those that generate included
-        self.device = torch.device("cpu")
         self.cuda = torch.cuda.is_available()
-        self.card = 0  # bytes of the GPU's memory
-        self.peak_flops = None  # of the GPU, where it is in PEAK_FLOPS
         if self.cuda:
-            self.find_gpu()
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(self.device)
+            _, self.card = torch.cuda.mem_get_info()
+            for name, flops in PEAK_FLOPS.items():
+                if name in torch.cuda.get_device_name():
+                    self.peak_flops = flops
         else:
             # Ranks share the cores, and sums made by one thread always have the same order.
             threads = os.environ.setdefault("OMP_NUM_THREADS", "1")
             torch.set_num_threads(int(threads))
         if "RANK" in os.environ:
             self.join()
-
-    def find_gpu(self):
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(self.device)
-        _, self.card = torch.cuda.mem_get_info()
-        for name, flops in PEAK_FLOPS.items():
-            if name in torch.cuda.get_device_name():
-                self.peak_flops = flops
 
     def join(self):
         """Finds the other ranks. Those that train become the default process group."""
@@ -110,7 +106,7 @@ class World:
                 raise  # the connection broke: the rank that failed says why
             raise Stalled(f"after {self.timeout} at the end of {stage}: {error}") from None
 
-    def all_gather(self, value) -> list:
+    def all_gather(self, value):
         """The values of all ranks, in their order, on every rank. They are pickled and travel by CPU."""
         values = [value] * self.world_size
         if self.world_size > 1:
@@ -122,13 +118,13 @@ class World:
         if self.rank == 0:
             print(text, flush=True)
 
-    def clock(self) -> float:
+    def clock(self):
         """Seconds, read when the GPU has finished what it was given."""
         if self.cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def my_part(self, items) -> list:
+    def my_part(self, items):
         """This rank's contiguous part of a list that all ranks have; lengths differ by at most one."""
         start = self.rank * len(items) // self.world_size
         stop = (self.rank + 1) * len(items) // self.world_size
@@ -164,7 +160,7 @@ class ShardedAdamW:
     offload: keep master weights and moments in the CPU's memory. world: the ranks, by default World().
     """
 
-    def __init__(self, params, *, lr: float, betas=(0.9, 0.999), eps=1e-8,
+    def __init__(self, params, *, lr, betas=(0.9, 0.999), eps=1e-8,
                  weight_decay=0.0, max_grad_norm=1.0, offload=False, world=None):
         self.world = world or World()
         self.max_grad_norm = max_grad_norm
@@ -178,6 +174,7 @@ class ShardedAdamW:
         self.master = self.weights[self.shard].to(device, dtype, copy=True)  # [elements / world_size]
         self.adam = torch.optim.AdamW(
             [self.master], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        self.param_groups = self.adam.param_groups  # as in torch's optimizers: one sets the rate here
         # AdamW would make its state in the first step. Made here, save and load have no special case.
         self.state = {
             "step": torch.zeros((), device=device),
@@ -199,14 +196,12 @@ class ShardedAdamW:
         start = self.world.rank * length
         self.shard = slice(start, start + length)
 
-        first = self.parameters[0]
-        self.weights = torch.zeros(world_size * length, dtype=first.dtype, device=first.device)
+        self.weights = self.parameters[0].new_zeros(world_size * length)
         for p, offset in zip(self.parameters, self.offsets):
             view = self.weights[offset:offset + p.numel()].view_as(p)
             view.copy_(p.data)
             p.data = view  # the module keeps its Parameter, and computes with whatever is in the buffer
-            hook = functools.partial(self.accumulate, offset)
-            p.register_post_accumulate_grad_hook(hook)
+            p.register_post_accumulate_grad_hook(functools.partial(self.accumulate, offset))
 
     def accumulate(self, offset, p):
         """Called by autograd as soon as a parameter has its gradient."""
@@ -214,16 +209,11 @@ class ShardedAdamW:
         self.grads[offset:offset + len(grad)].add_(grad)  # sums in bf16 would lose bits
         p.grad = None  # now, so that the bf16 gradients of all parameters never exist together
 
-    @property
-    def param_groups(self) -> list[dict]:
-        """As in torch's optimizers: the learning rate is changed here."""
-        return self.adam.param_groups
-
     def zero_grad(self):
         self.grads = torch.zeros_like(self.weights, dtype=self.master.dtype)
 
     @torch.no_grad()
-    def step(self) -> float:
+    def step(self):
         """Sums the gradients over the ranks, clips them and updates the weights of all ranks.
 
         Returns the norm before clipping. A norm that is not finite changes nothing, on any rank.
@@ -248,24 +238,23 @@ class ShardedAdamW:
         self.master.grad = grad.to(self.master.device)
         self.adam.step()
         self.master.grad = None
+        del grad  # which holds the whole buffer; the shard in the working dtype takes room as well
         self.all_gather_weights(self.master)
         return norm
 
     def all_gather_weights(self, shard):
         """The working weights of every rank become what the shards of all ranks hold."""
-        mine = self.weights[self.shard]
-        mine.copy_(shard)
         if self.world.world_size > 1:
-            if not self.world.cuda:
-                mine = mine.clone()  # NCCL gathers in place, gloo cannot
-            ALL_GATHER(self.weights, mine)
+            ALL_GATHER(self.weights, shard.to(self.weights))  # in their dtype, on their device
+        else:
+            self.weights.copy_(shard)
 
     def keep_reference(self, params):
         """Keeps this rank's shard of other weights of the same shapes, for `as_reference`."""
-        self.reference = torch.zeros(self.master.shape, dtype=self.weights.dtype)  # CPU: costs no GPU memory
-        for p, offset in zip(params, self.offsets):
-            part = slice(offset, offset + p.numel())
-            self.fill(self.reference, part, p.detach().flatten())
+        for p, other in zip(self.parameters, params):
+            p.data.copy_(other.data)
+        self.reference = self.weights[self.shard].to("cpu", copy=True)  # costs no GPU memory
+        self.all_gather_weights(self.master)
 
     @contextlib.contextmanager
     def as_reference(self):
@@ -275,7 +264,7 @@ class ShardedAdamW:
         self.all_gather_weights(self.master)
 
     @property
-    def checkpoint_bytes(self) -> int:
+    def checkpoint_bytes(self):
         """Bytes of the weights and of all ranks' shards, which hold three numbers a parameter."""
         return self.weights.nbytes + 3 * self.master.nbytes * self.world.world_size
 
@@ -297,14 +286,13 @@ class ShardedAdamW:
         weights = self.weights[self.shard].to(self.master.device)
         # Rounded to bf16, as the weights are where they were trained in bf16.
         if not torch.equal(self.master.bfloat16(), weights.bfloat16()):
-            checkpoint = folder.parent.resolve()
-            raise ValueError(f"{checkpoint}: the optimizer is not that of model.safetensors; without this "
-                             "folder the run continues from the checkpoint before")
+            raise ValueError(f"{folder.parent.resolve()}: the optimizer is not that of model.safetensors; "
+                             "without this folder the run continues from the checkpoint before")
 
     def fill(self, shard, part, values):
         """Copies into this rank's shard what `values` hold of it. They are the elements `part` of the buffer.
 
-        values: a tensor, or one in a safetensors file, from which only the elements needed are read.
+        values: a tensor in a safetensors file, from which only the elements needed are read.
         """
         start = self.shard.start
         low = max(part.start, start)
@@ -313,20 +301,19 @@ class ShardedAdamW:
             shard[low - start:high - start] = values[low - part.start:high - part.start]
 
 
-def check_shards(folder, parameters) -> dict[Path, slice]:
+def check_shards(folder, parameters):
     """The files of a saved optimizer, and which elements of the buffers each holds. Reads only headers.
 
     Raises ValueError where a file is damaged, or where together they are not the optimizer of `parameters`.
     """
     shards = {}
     end = 0
-    for number in itertools.count():
-        path = folder / f"{number:05}.safetensors"
-        if not path.exists():
-            break
-        length = shard_length(path)
-        shards[path] = slice(end, end + length)
-        end += length
+    path = folder / "00000.safetensors"
+    while path.exists():
+        start = end
+        end += shard_length(path)
+        shards[path] = slice(start, end)
+        path = folder / f"{len(shards):05}.safetensors"
     size = sum(p.numel() for p in parameters)
     padding = ALIGN * (len(parameters) + len(shards))  # at most: parameters and shards are aligned
     if not size <= end <= size + padding:
@@ -336,7 +323,7 @@ def check_shards(folder, parameters) -> dict[Path, slice]:
     return shards
 
 
-def shard_length(path) -> int:
+def shard_length(path):
     """How many elements each of the file's tensors has."""
     try:
         with safe_open(path, "pt") as file:
