@@ -1,7 +1,9 @@
 """minigrpo.py with a fault built in: FAULT=what, on rank FAULT_RANK, at step FAULT_STEP. Started by test_faults.py."""
 
+import datetime
 import errno
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 import engines
 import minigrpo
 from checkpoint import Run
+from sharded import World
 
 calls = {"n": 0}
 
@@ -37,6 +40,25 @@ def patch(owner, name, act):
     setattr(owner, name, at_the_step(act)(getattr(owner, name)))
 
 
+def stall():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun need not wait 30 seconds before it uses SIGKILL
+    time.sleep(10_000)
+
+
+class PatientAtFirst(World):
+    """--timeout_minutes counts from the step of the fault on: a busy machine may be slow to start."""
+
+    def __init__(self, timeout_minutes, **more):
+        super().__init__(**more)
+        self.wanted, self.rewards = datetime.timedelta(minutes=timeout_minutes), 0
+
+    def barrier(self, stage):
+        self.rewards += stage == "reward"  # two in a step
+        if self.rewards == 2 * int(os.environ["FAULT_STEP"]) - 1:
+            self.timeout = self.wanted
+        super().barrier(stage)
+
+
 match os.environ["FAULT"]:
     case "engine":
         patch(engines.PolicySampler, "generate", lambda: fail(RuntimeError("planted: the engine fell over")))
@@ -47,9 +69,14 @@ match os.environ["FAULT"]:
     case "crash":
         patch(minigrpo, "score_rollouts", lambda: os._exit(7))
     case "stall":
-        patch(minigrpo, "score_rollouts", lambda: time.sleep(1000))
+        minigrpo.World = PatientAtFirst
+        patch(minigrpo, "score_rollouts", stall)
     case "nothing":
         pass
 
+if os.environ["RANK"] != os.environ["FAULT_RANK"]:
+    # This rank gives torchrun five seconds to end it, before it shows an error of its own. A busy machine needs longer.
+    yields = minigrpo.yield_to_torchrun
+    minigrpo.yield_to_torchrun = lambda seconds: yields(100 * seconds)
 minigrpo.main()
 os._exit(0)

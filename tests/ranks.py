@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import io
 import math
 import os
 import random
@@ -17,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import unittest.mock
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from config import Config
+from config import TINY, Config
 from minigrpo import Rollout, group_advantages, reward_table, step_metrics, update
 from model import Policy
 from sharded import ShardedAdamW, World
@@ -51,7 +53,7 @@ def start(ranks: int, *arguments) -> tuple[subprocess.Popen, object]:
                             stderr=subprocess.STDOUT, env={**clean, "OMP_NUM_THREADS": "1"}), log
 
 
-def finish(started, timeout: float = 180) -> str:
+def finish(started, timeout: float = 600) -> str:
     """Waits; what it printed. AssertionError where it failed or hung."""
     process, log = started
     try:
@@ -79,6 +81,11 @@ def checkpoint():
     return folder.name, write_checkpoint(folder.name, "qwen2-tied", scale=5.0, **SMALL)
 
 
+def as_tiny(folder, **changes) -> list[str]:
+    """Flags that train the model of a folder as --model tiny is trained."""
+    return [f"--{name}={value}" for name, value in {"model": folder, **TINY, **changes}.items()]
+
+
 def write_digits_model(folder) -> None:
     """Random weights with the tokenizer of the built-in digits task."""
     from checkpoints import write_checkpoint
@@ -95,6 +102,23 @@ def signals_kept():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def program(*flags) -> tuple[int, str, str]:
+    """minigrpo.py in this process: (exit code, what it printed, what it printed as errors). For a run that costs the
+    seconds of its steps and not those of starting Python."""
+    import minigrpo
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with unittest.mock.patch.dict(os.environ), unittest.mock.patch.object(sys, "argv", ["minigrpo.py", *map(str, flags)]), \
+            unittest.mock.patch.object(sys, "path", sys.path[:]), signals_kept(), \
+            contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+        try:
+            minigrpo.main()
+        except SystemExit as error:
+            code = error.code
+    return code, out.getvalue(), err.getvalue()
 
 
 @functools.cache

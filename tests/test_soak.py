@@ -21,7 +21,7 @@ STEPS = int(os.environ.get("MINIGRPO_SOAK", 0))
 def test_nothing_grows(tmp_path):
     out, seen = tmp_path / "run", {}
     process = launch(out, "--standalone", "--nproc_per_node=2", script="minigrpo.py", flags=(
-        "--colocate", "--max_steps", str(STEPS), "--save_steps", "100", "--eval_steps", "100"))
+        "--colocate", "--max_steps", str(STEPS), "--save_steps", "100", "--eval_steps", "100", "--seed", "3"))
     metrics = out / "metrics.jsonl"
     while process.poll() is None:
         time.sleep(2)
