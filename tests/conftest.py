@@ -12,7 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two ranks share this machine's 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# Sums of single digits. The variable HOLD may name a file with the number of a step: that step is kept until it is gone.
+# Sums of single digits. The variable HOLD may name a file with the number of a step: that step is kept until the file is
+# gone, and FILE.held appears.
 REWARD = """
 import os, time
 def held(step):
@@ -22,6 +23,7 @@ def held(step):
         return False
 def right(completions, answer, trainer_state, **columns):
     while held(trainer_state.global_step):
+        open(os.environ["HOLD"] + ".held", "w").close()
         time.sleep(0.01)
     return [float(text == wanted) for text, wanted in zip(completions, answer)]
 """

@@ -125,7 +125,7 @@ def test_two_hosts_train_as_one_and_go_on_after_losing_one(colocated, tmp_path):
     hold.write_text("3")
     first, second = two_hosts(out, flags, HOLD=str(hold))
     deadline = time.time() + PATIENT
-    while not (out / "latest").exists() or len(rows(out)) < 3:
+    while not Path(f"{hold}.held").exists():
         assert time.time() < deadline and first.poll() is second.poll() is None, Path(f"{out}.log").read_text()[-4000:]
         time.sleep(0.05)
     lost = psutil.Process(second.pid)
