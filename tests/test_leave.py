@@ -11,9 +11,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
+import ranks
 import torch
 import transformers
 from checkpoints import TEMPLATE, write_checkpoint, write_tokenizer
@@ -21,7 +21,6 @@ from checkpoints import TEMPLATE, write_checkpoint, write_tokenizer
 from engines import sample
 from model import Policy
 
-ROOT = Path(__file__).resolve().parent.parent
 QUESTION = [{"role": "user", "content": "2 + 2?"}]
 
 
@@ -35,12 +34,12 @@ def trained(tmp_path_factory):
     (folder / "model/generation_config.json").write_text('{"eos_token_id": [1, 0], "temperature": 0.7}')
     (folder / "model/chat_template.jinja").write_text(TEMPLATE)
     (folder / "p.jsonl").write_text(json.dumps({"prompt": QUESTION, "answer": "4"}) + "\n")
-    command = [sys.executable, ROOT / "minigrpo.py", "--model", "model", "--data", "p.jsonl", "--max_steps", "2",
-               "--prompts_per_step", "1", "--num_generations", "4", "--max_completion_length", "8", "--reward", "r.py:f",
-               "--max_prompt_length", "64", "--learning_rate", "1e-2", "--eval_steps", "0", "--out", "run"]
     (folder / "r.py").write_text("def f(completions, **columns):\n    return [float(i) for i in range(len(completions))]\n")
-    done = subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    code, _, errors = ranks.program(
+        "--model", folder / "model", "--data", folder / "p.jsonl", "--max_steps", 2, "--prompts_per_step", 1,
+        "--num_generations", 4, "--max_completion_length", 8, "--reward", f"{folder}/r.py:f", "--max_prompt_length", 64,
+        "--learning_rate", 1e-2, "--eval_steps", 0, "--out", folder / "run")
+    assert code == 0, errors
     return folder / "model", folder / "run/step_2"
 
 
@@ -78,14 +77,14 @@ def test_vllm_serves_it(trained, tmp_path):
         stdout=open(tmp_path / "log", "w"), stderr=subprocess.STDOUT, start_new_session=True,
         env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     try:
-        answer, end = None, time.time() + 240
+        answer, end = None, time.time() + 600
         while answer is None:
             assert server.poll() is None and time.time() < end, (tmp_path / "log").read_text()[-3000:]
             try:
                 body = {"model": "trained", "messages": QUESTION, "max_tokens": 8, "temperature": 0, "logprobs": True}
                 request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(),
                                                  {"Content-Type": "application/json"})
-                answer = json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]
+                answer = json.load(urllib.request.urlopen(request, timeout=600))["choices"][0]
             except OSError:
                 time.sleep(0.5)
     finally:

@@ -1,14 +1,11 @@
 """--replay: the recorded rollouts of a run instead of an engine. The same loss, the same bits; other runs are refused."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from test_colocate import torchrun
+import ranks
 
 import config
 from colocate import Completion
@@ -16,22 +13,24 @@ from config import parse
 from engines import RecordedEngine, recorded_steps
 from minigrpo import Health
 
-ROOT = Path(__file__).resolve().parent.parent
 FLAGS = ["--max_steps", "4", "--prompts_per_step", "6", "--num_generations", "6", "--eval_steps", "2"]
 VARYING = ("time/", "tokens_per_second", "mfu", "memory/", "eval/")
 
 
-def run(*flags):
-    """python minigrpo.py, one rank and no engine of vLLM."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.run([sys.executable, ROOT / "minigrpo.py", *map(str, (*FLAGS, *flags))], capture_output=True,
-                          text=True, timeout=200, env=clean)
+def like(run: Path) -> list[str]:
+    """Flags for the model of a run, which so is made only once."""
+    return [*ranks.as_tiny(run / "tiny"), *FLAGS]
 
 
 def finished(*flags) -> str:
-    done = run(*flags)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout
+    """One rank and no engine of vLLM."""
+    code, said, errors = ranks.program(*flags)
+    assert code == 0, said[-2000:] + errors[-3000:]
+    return said
+
+
+def replayed(out, run, *flags) -> str:
+    return finished(*like(run), "--out", out, "--replay", run, *flags)
 
 
 def rows(out: Path) -> list[dict]:
@@ -49,19 +48,19 @@ def rollouts(out: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A run in which the policy sampled for itself."""
+    """A run in which the policy sampled for itself. Its model is the built-in one."""
     out = tmp_path_factory.mktemp("recorded") / "run"
-    finished("--out", out)
+    finished(*FLAGS, "--out", out)
     return out
 
 
 def test_replay_is_the_recorded_run_to_the_last_bit_and_so_is_another(recorded, tmp_path):
-    said = finished("--out", tmp_path / "a", "--replay", recorded)
+    said = finished(*FLAGS, "--out", tmp_path / "a", "--replay", recorded)
     assert "replays 4 steps" in said and "no evaluation" in said and "accuracy" not in said
     assert (tmp_path / "a/tiny/model.safetensors").read_bytes() == (recorded / "tiny/model.safetensors").read_bytes()
     assert rows(tmp_path / "a") == rows(recorded) and weights(tmp_path / "a") == weights(recorded)
     assert rollouts(tmp_path / "a") == rollouts(recorded) and len(rollouts(recorded)) == 4
-    finished("--out", tmp_path / "b", "--replay", recorded)
+    replayed(tmp_path / "b", recorded)
     assert rows(tmp_path / "b") == rows(tmp_path / "a") and weights(tmp_path / "b") == weights(tmp_path / "a")
     metrics = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
     assert [row["eval/accuracy"] for row in metrics] == [None] * 5
@@ -71,14 +70,13 @@ def test_the_learning_rate_is_that_of_the_whole_run_where_only_its_begin_was_kep
     copy = broken(recorded, tmp_path)
     for step in (2, 3):
         (copy / f"rollouts/step_{step}.jsonl").unlink()
-    finished("--out", tmp_path / "a", "--replay", copy)
+    replayed(tmp_path / "a", copy)
     assert rows(tmp_path / "a")[:-1] == rows(recorded)[:2]
     assert rows(recorded)[1]["learning_rate"] == pytest.approx(1e-3 * 3 / 4)  # linear, over four steps
 
 
 def test_another_loss_of_the_same_completions(recorded, tmp_path):
-    finished("--out", tmp_path / "a", "--replay", recorded, "--loss_type", "dr_grpo", "--max_completion_length", 8,
-             "--max_steps", 3)
+    replayed(tmp_path / "a", recorded, "--loss_type", "dr_grpo", "--max_completion_length", 8, "--max_steps", 3)
     ours, theirs = rows(tmp_path / "a"), rows(recorded)
     assert [row["step"] for row in ours] == [0, 1, 2, 3]  # fewer were wanted than were recorded
     for a, b in zip(ours[:-1], theirs):
@@ -88,30 +86,28 @@ def test_another_loss_of_the_same_completions(recorded, tmp_path):
     assert weights(tmp_path / "a") != weights(recorded)
 
 
-def test_two_ranks_replay_a_colocated_run(tmp_path):
+def test_two_ranks_replay_a_colocated_run(colocated, tmp_path):
     """Recorded by the real engine, on two ranks."""
-    flags = [ROOT / "minigrpo.py", *FLAGS, "--out"]
-    done = torchrun(2, *flags, tmp_path / "run", "--colocate")
-    assert done.returncode == 0, done.stderr[-3000:]
-    done = torchrun(2, *flags, tmp_path / "two", "--replay", tmp_path / "run")
-    assert done.returncode == 0, done.stderr[-3000:]
-    finished("--out", tmp_path / "one", "--replay", tmp_path / "run")
-    two, one, theirs = (rows(tmp_path / name) for name in ("two", "one", "run"))
+    run, flags = colocated
+    flags = [*ranks.as_tiny(run / "tiny"), *flags, "--replay"]
+    ranks.finish(ranks.start(2, "minigrpo.py", *flags, run, "--out", tmp_path / "two"))
+    finished(*flags, run, "--out", tmp_path / "one")
+    two, one, theirs = rows(tmp_path / "two"), rows(tmp_path / "one"), rows(run)
     assert theirs[0]["grad_norm"] > 0
     for ours, steps in ((two, 4), (one, 1)):  # one rank adds up in another order, and later weights differ by it
         for a, b in zip(ours[:steps], theirs):
-            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6) and a["reward"] == b["reward"]
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6, abs=1e-7) and a["reward"] == b["reward"]
             assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-6)
-    finished("--out", tmp_path / "again", "--replay", tmp_path / "one")  # what a replay records can be replayed
+    finished(*flags, tmp_path / "one", "--out", tmp_path / "again")  # what a replay records can be replayed
     assert weights(tmp_path / "again") == weights(tmp_path / "one")
 
 
 def test_a_killed_replay_continues(recorded, tmp_path):
     out = tmp_path / "a"
-    finished("--out", out, "--replay", recorded, "--save_steps", 2)
+    replayed(out, recorded, "--save_steps", 2)
     shutil.rmtree(out / "step_4")
     (out / "latest").unlink()
-    assert "continues after update 2" in finished("--out", out, "--replay", recorded, "--save_steps", 2)
+    assert "continues after update 2" in replayed(out, recorded, "--save_steps", 2)
     assert rows(out) == rows(recorded) and weights(out) == weights(recorded)
 
 
@@ -147,10 +143,10 @@ def test_an_engine_beside_the_recorded_one_is_refused(engine):
         config.check(parse(["--replay", "run", engine]))
 
 
-def refused(out, *flags, words):
-    done = run("--out", out, *flags)
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-2000:]
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+def refused(out, recorded, *flags, words):
+    code, _, errors = ranks.program(*like(recorded), "--out", out, *flags)
+    assert code == 1 and "Traceback" not in errors, errors[-2000:]
+    [line] = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert all(word in line for word in words), line
 
 
@@ -171,20 +167,20 @@ def test_a_missing_step_is_named(recorded, tmp_path, step):
 
 def test_no_rollouts_no_run_and_the_run_itself(recorded, tmp_path):
     copy = broken(recorded, tmp_path)
-    refused(copy, "--replay", copy, "--fresh", words=["overwritten", "--out"])
+    refused(copy, recorded, "--replay", copy, "--fresh", words=["overwritten", "--out"])
     assert rollouts(copy) == rollouts(recorded) and weights(copy) == weights(recorded)
     shutil.rmtree(copy / "rollouts")
-    refused(tmp_path / "out", "--replay", copy, words=["step 0", "--save_rollouts"])
-    refused(tmp_path / "out", "--replay", tmp_path / "nowhere", words=["--replay", "nowhere/config.json"])
+    refused(tmp_path / "out", recorded, "--replay", copy, words=["step 0", "--save_rollouts"])
+    refused(tmp_path / "out", recorded, "--replay", tmp_path / "nowhere", words=["--replay", "nowhere/config.json"])
 
 
 def test_a_replay_that_went_further_than_the_record_now_goes_is_one_line(recorded, tmp_path):
     copy, out = broken(recorded, tmp_path), tmp_path / "out"
-    finished("--out", out, "--replay", copy)
+    replayed(out, copy)
     (out / "latest/trainer.json").write_text('{"step": 4}')  # as if it had been stopped there
     for step in (2, 3):
         (copy / f"rollouts/step_{step}.jsonl").unlink()
-    refused(out, "--replay", copy, words=["is at update 4", "for 2"])
+    refused(out, copy, "--replay", copy, words=["is at update 4", "for 2"])
 
 
 def ask(folder, step, **changes):
@@ -236,7 +232,7 @@ def test_a_later_step_is_read_before_the_first_update(recorded, tmp_path, damage
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     damage(lines)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    refused(tmp_path / "out", "--replay", tmp_path / "broken", words=["--replay", *words])
+    refused(tmp_path / "out", recorded, "--replay", tmp_path / "broken", words=["--replay", *words])
     assert not (tmp_path / "out/metrics.jsonl").exists() or not (tmp_path / "out/metrics.jsonl").read_text()
 
 
