@@ -34,7 +34,7 @@ def test_module_alone(tmp_path, module):
     assert "\nassert " in program(module) or "\n    assert " in program(module)
     launcher = TORCHRUN if module == "colocate" else []
     done = subprocess.run([sys.executable, *launcher, "program.py"], capture_output=True, text=True, cwd=tmp_path,
-                          timeout=200)
+                          timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -35,7 +35,7 @@ from config import REFUSED, Config
 from model import ModelConfig, Policy
 from tiny import write_digits_tokenizer
 
-LIMIT = 20  # seconds for one case
+LIMIT = 200  # seconds for one case; the longest takes one or two where the machine is not busy
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a thousand folders: no disk needs to see them
 NAN, INF = float("nan"), float("inf")
 SMALL = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", vocab_size=14, hidden_size=32,
@@ -742,6 +742,6 @@ def test_as_a_command(folder, edit, words):
     flags = usual(folder, reward=f"{folder}/in/reward.py:f", out=folder / "in/out", reward_workers=1)
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run([sys.executable, ranks.ROOT / "minigrpo.py", *map(str, flags)], capture_output=True, text=True,
-                          timeout=100, env=clean)
+                          timeout=600, env=clean)
     assert done.returncode == 1 and done.stderr.startswith("error: ") and words in done.stderr
     assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr + done.stdout

@@ -5,6 +5,7 @@
 runs one of the jobs below on every rank, which writes what it saw to OUT/rank_N.pt. Nothing here needs minigrpo.
 """
 
+import datetime
 import functools
 import itertools
 import os
@@ -12,7 +13,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,18 +113,20 @@ def generator(world: World) -> dict:
 
 
 def late(world: World) -> dict:
-    """Rank 1 comes to the barrier after the others have lost patience."""
+    """Rank 1 does not come to the barrier before the others have lost patience."""
+    seen, gave_up = {"timeout": str(world.timeout)}, ["0 gave up", "2 gave up"]
+    world.timeout = datetime.timedelta(seconds=3)  # only now: a busy machine may need longer to start
     if world.rank == 1:
-        time.sleep(5)
-        return {}
-    start = time.monotonic()
+        world.store.wait(gave_up, datetime.timedelta(minutes=10))
+        return seen
     try:
         world.barrier("the test")
     except Stalled as error:
-        return {"said": str(error), "seconds": time.monotonic() - start}
+        world.store.set(f"{world.rank} gave up", "")
+        return {**seen, "said": str(error)}
 
 
-JOBS = {"adamw": (adamw, {}), "generator": (generator, {"generators": 1}), "late": (late, {"timeout_minutes": 0.05})}
+JOBS = {"adamw": (adamw, {}), "generator": (generator, {"generators": 1}), "late": (late, {"timeout_minutes": 12.5})}
 
 
 @functools.cache
@@ -137,7 +139,7 @@ def results(what: str, ranks: int) -> list[dict]:
     with tempfile.TemporaryDirectory() as out:
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__, what, out],
-            capture_output=True, text=True, timeout=120, env={**clean, "OMP_NUM_THREADS": "1"})
+            capture_output=True, text=True, timeout=600, env={**clean, "OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stderr[-5000:]
         return [torch.load(Path(out) / f"rank_{rank}.pt") for rank in range(ranks)]
 
@@ -181,7 +183,7 @@ def test_generators_are_no_ranks_of_the_training_but_share_the_store():
 def test_a_barrier_names_the_straggler_and_the_stage():
     first, second, third = results("late", 3)
     assert first["said"].startswith("after 0:00:03 at the end of the test") and "Ranks 1 failed" in first["said"]
-    assert first["seconds"] < 8 and second == {}
+    assert {rank["timeout"] for rank in (first, second, third)} == {"0:12:30"} and "said" not in second
 
 
 # ---- ShardedAdamW ------------------------------------------------------------------------------------------
@@ -450,7 +452,7 @@ def test_the_program_of_the_docstring_runs(tmp_path):
     program = re.search(r"\n\n((?:    .*\n|\n)+)", sharded.__doc__)[1]
     code = "\n".join(line[4:] for line in program.splitlines())
     (tmp_path / "sharded.py").write_text(Path(sharded.__file__).read_text())
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "assert loss" in code, done.stderr
 
 
