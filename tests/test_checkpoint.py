@@ -376,7 +376,7 @@ def test_the_last_rollouts_are_kept_and_written_beside_what_follows(tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
     next_step = blocked(lambda: run.write_rollouts(1, [rollout(0)]))
     assert not (tmp_path / "rollouts/step_1.jsonl").exists() and [r["slot"] for r in held.read()] == [0]
-    next_step.join(30)
+    next_step.join(600)
     for step in range(2, 6):
         run.write_rollouts(step, [rollout(slot, reward=step) for slot in range(3)])
         run.finish_writing()
@@ -391,7 +391,7 @@ def test_no_rollouts_are_written_where_none_are_wanted(tmp_path):
     assert run.writer is None and not list(tmp_path.glob("rollouts/*"))
 
 
-def test_writing_rollouts_costs_this_process_almost_nothing(tmp_path):
+def test_writing_rollouts_costs_this_process_almost_nothing(tmp_path, monkeypatch):
     """A thread that made JSON here took turns with the one that launches an update's kernels."""
     logps = [-1 / (3 + i) for i in range(2048)]
     batch = [rollout(slot, prompt_ids=list(range(2048)), sampler_logps=logps, trainer_logps=logps) for slot in range(64)]
@@ -400,10 +400,13 @@ def test_writing_rollouts_costs_this_process_almost_nothing(tmp_path):
         json.dumps(r)
     here = time.process_time() - start
     run = begun(tmp_path)
-    start = time.process_time()
-    run.write_rollouts(1, batch)
-    run.finish_writing()
-    assert time.process_time() - start < here / 4
+    with monkeypatch.context() as patch:
+        for name in ("encode", "iterencode"):
+            patch.setattr(json.JSONEncoder, name, None)  # none is made here
+        start = time.process_time()
+        run.write_rollouts(1, batch)
+        run.finish_writing()
+        assert time.process_time() - start < here / 4  # a ninetieth, where the machine is not busy
     assert [r["trainer_logps"] for r in written(tmp_path, 1)] == [logps] * 64  # every bit of them
 
 
@@ -414,7 +417,7 @@ def test_rollouts_are_written_before_the_checkpoint(tmp_path):
     waiting = blocked(lambda: run.save(Saved(), Saved(), tmp_path, 1))
     assert {p.name for p in tmp_path.glob("*")} == {"lock", "config.json", "metrics.jsonl", "rollouts"}
     assert len(held.read()) == 1
-    waiting.join(30)
+    waiting.join(600)
     assert (tmp_path / "latest").exists()
 
 
@@ -424,7 +427,7 @@ def test_closing_waits_for_the_rollouts(tmp_path):
     run.write_rollouts(0, [rollout(0)])
     closing = blocked(run.close)
     assert len(held.read()) == 1
-    closing.join(30)
+    closing.join(600)
     assert not closing.is_alive()
 
 
