@@ -1,7 +1,7 @@
 """The folder of one run: its metrics, its rollouts, its checkpoints. Killed at any moment, the run continues.
 
-    run = Run(folder, options, world, keys=["step", "reward"])
-    run.begin()                                           # back to the last checkpoint, if there is one
+    run = Run(folder, options, world)
+    run.begin(["step", "reward"])                         # back to the last checkpoint, if there is one
     for step in range(run.state["step"], 200):
         ...
         run.record({"step": step, "reward": 0.5})
@@ -31,7 +31,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +47,6 @@ class Run:
     folder: Path
     options: dict  # what config.json holds
     world: object
-    keys: Iterable[str]  # of every row of metrics, in order
     free: tuple = ()  # names of options that may differ when the run is resumed
     fresh: bool = False  # start anew, whatever is there
     save_total_limit: int = 2  # checkpoints to keep
@@ -68,7 +66,7 @@ class Run:
 
     # ---- Taking the folder ---------------------------------------------------------------------------------
 
-    def find(self) -> dict:
+    def find(self):
         """Takes the folder and returns the state of its last checkpoint."""
         self.take()
         if self.fresh:
@@ -79,13 +77,11 @@ class Run:
         steps = self.steps()
         if steps and not self.latest.exists():  # killed just before it moved, or copied without links
             self.point_to(steps[-1])
-        if self.latest.exists():
-            state = self.read_state()
+        state = self.read_state() if self.latest.exists() else {"step": 0}
+        # Without a checkpoint there may be rows, which another command is not to lose.
+        if self.latest.exists() or self.metrics.exists() and self.metrics.stat().st_size:
             self.check_options()
-            return state
-        if self.metrics.exists() and self.metrics.stat().st_size:  # rows that another command is not to lose
-            self.check_options()
-        return {"step": 0}
+        return state
 
     def take(self):
         """Makes the folder, and locks it for as long as this process lives."""
@@ -104,7 +100,7 @@ class Run:
         self.lock.truncate(0)
         print(os.getpid(), end="", file=self.lock, flush=True)
 
-    def read_state(self) -> dict:
+    def read_state(self):
         """What trainer.json says of the last checkpoint. Raises ValueError where it says it of another."""
         path = self.latest / "trainer.json"
         state = read_object(path)
@@ -119,21 +115,23 @@ class Run:
         """Raises ValueError, naming the options, where the run that is here had others."""
         path = self.folder / "config.json"
         old = read_object(path)
-        changed = []
-        for name in sorted({*old, *self.options} - {*self.free}):
-            if old.get(name) != self.options.get(name):
-                changed.append(name)
+        names = sorted({*old, *self.options} - {*self.free})
+        changed = [name for name in names if old.get(name) != self.options.get(name)]
         if changed:
             raise ValueError(f"{path} is of a run with other options ({', '.join(changed)})")
 
-    def steps(self) -> list[int]:
+    def steps(self):
         """Of the complete checkpoints, in order."""
         return sorted(n for n in map(number_of, self.folder.glob("step_*/")) if n > 0)
 
     # ---- Going back to the last checkpoint -----------------------------------------------------------------
 
-    def begin(self):
-        """Goes back to the last checkpoint. Called once all other input is known to be in order."""
+    def begin(self, keys):
+        """Goes back to the last checkpoint. Called once all other input is known to be in order.
+
+        keys: of every row of metrics, in order.
+        """
+        self.keys = keys
         if self.writes:
             self.cut_back(self.state["step"])
             self.report = Report(self.report_to, self.folder, self.state["step"], self.options)
@@ -155,7 +153,7 @@ class Run:
         rewrite(self.metrics, kept)
         rewrite(self.folder / "config.json", json.dumps(self.options, indent=2).encode())
 
-    def rows_before(self, step) -> bytes:
+    def rows_before(self, step):
         """The complete lines of metrics.jsonl that are of steps before this one."""
         if step == 0 or not self.metrics.exists():
             return b""
@@ -268,17 +266,15 @@ class Run:
             (self.folder / f"step_{step}").rename(old)
             shutil.rmtree(old)
 
-    def seconds_to_save(self, optimizer) -> float:
+    def seconds_to_save(self, optimizer):
         """A guess, from writing 32 MiB here. torchrun waits 30 s for a run that it was told to end."""
         if not self.writes:
             return 0.0
-        probe = self.folder / "probe.partial"
         start = time.perf_counter()
-        try:
-            probe.write_bytes(os.urandom(2**25))
-            sync(probe)
-        finally:
-            probe.unlink(missing_ok=True)
+        with tempfile.TemporaryFile(dir=self.folder) as probe:
+            probe.write(os.urandom(2**25))
+            probe.flush()
+            os.fsync(probe)
         seconds = time.perf_counter() - start
         return seconds * optimizer.checkpoint_bytes / 2**25
 
@@ -321,7 +317,7 @@ class Report:
 
 # ---- Files -------------------------------------------------------------------------------------------------
 
-def number_of(path) -> int:
+def number_of(path):
     """N of step_N or step_N.jsonl, -1 for a name of somebody else's."""
     number = path.name.removeprefix("step_").removesuffix(".jsonl")
     return int(number) if number.isdecimal() else -1
@@ -336,7 +332,7 @@ def naming(what):
         raise ValueError(f"{what}: {type(error).__name__}: {error}") from None
 
 
-def read_object(path) -> dict:
+def read_object(path):
     with naming(path):
         return {**json.loads(path.read_text())}  # TypeError where it is not an object
 

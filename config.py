@@ -153,33 +153,28 @@ class Config:
     fresh: bool = option(False, "start anew where the run folder holds an earlier run")
 
     @property
-    def longest(self) -> int:
+    def longest(self):
         """Tokens of the longest sequence that the engine has to hold."""
         return self.max_prompt_length + max(self.max_completion_length, self.eval_max_completion_length)
 
     @property
-    def sampling(self) -> dict:
-        """What an engine is asked for in training: arguments of its `generate`."""
-        return dict(
-            n=self.num_generations, max_tokens=self.max_completion_length, temperature=self.temperature,
-            stop=self.stop)
+    def evaluation(self):
+        """These options where completions are sampled as at evaluation."""
+        return dataclasses.replace(
+            self,
+            num_generations=self.eval_num_generations,
+            max_completion_length=self.eval_max_completion_length or self.max_completion_length,
+            temperature=self.eval_temperature)
 
     @property
-    def eval_sampling(self) -> dict:
-        """The same at evaluation."""
-        return dict(
-            n=self.eval_num_generations,
-            max_tokens=self.eval_max_completion_length or self.max_completion_length,
-            temperature=self.eval_temperature, stop=self.stop)
-
-    @property
-    def saved_options(self) -> dict:
+    def saved_options(self):
         """What config.json in the run folder holds. Not where the folder is: it may be copied."""
         values = dataclasses.asdict(self)
-        return {name: value for name, value in values.items() if name not in ("out", "fresh")}
+        del values["out"], values["fresh"]
+        return values
 
     @property
-    def run_folder(self) -> Path:
+    def run_folder(self):
         """--out, or a name that the same command finds again and that no other one has."""
         if self.out:
             return Path(self.out)
@@ -191,26 +186,22 @@ class Config:
 
 # A run continues also with other values of these: they decide what is seen and kept of it, and in how much
 # time and memory it runs.
-FREE = (
-    "log_completions", "report_to", "timeout_minutes", "save_steps", "save_total_limit", "save_rollouts",
-    "max_skipped", "reward_timeout", "reward_workers", "micro_batch_tokens", "recompute", "compile",
-    "optimizer_offload", "vllm_gpu_memory_utilization", "vllm_enforce_eager")
+FREE = """
+    log_completions report_to timeout_minutes save_steps save_total_limit save_rollouts max_skipped
+    reward_timeout reward_workers micro_batch_tokens recompute compile optimizer_offload
+    vllm_gpu_memory_utilization vllm_enforce_eager
+    """.split()
 
 # Defaults of the built-in model, which the bare command trains: about two minutes on two CPU cores.
 TINY = dict(
     prompts_per_step=32, num_generations=16, max_completion_length=4, max_prompt_length=8, max_steps=200,
     learning_rate=1e-3, lr_scheduler_type="linear", max_grad_norm=0.2, eval_steps=25)
 
-OTHER_DISTRIBUTION = (
+REFUSED = dict.fromkeys(  # options that people bring along, and why they are not here
+    "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty".split(),
     "rollouts are drawn from the policy itself (top_p 1, no top_k, no penalties): otherwise the sampler's "
     "log-probabilities are of another distribution than the one that is trained")
-REFUSED = {  # options that people bring along, and why they are not here
-    "top_p": OTHER_DISTRIBUTION,
-    "top_k": OTHER_DISTRIBUTION,
-    "min_p": OTHER_DISTRIBUTION,
-    "repetition_penalty": OTHER_DISTRIBUTION,
-    "presence_penalty": OTHER_DISTRIBUTION,
-    "frequency_penalty": OTHER_DISTRIBUTION,
+REFUSED |= {
     "per_device_train_batch_size": "use --prompts_per_step (over all ranks) and --micro_batch_tokens",
     "gradient_accumulation_steps": "use --micro_batch_tokens: micro-batches are cut by length",
     "steps_per_generation": "use --num_minibatches",
@@ -222,7 +213,7 @@ REFUSED = {  # options that people bring along, and why they are not here
 
 # ---- The command line --------------------------------------------------------------------------------------
 
-def parse(arguments, **choices) -> Config:
+def parse(arguments, **choices):
     """The command line → Config. choices: of options whose values are known elsewhere, as loss_type's are.
 
     Raises ValueError that says what is wrong with an option, or which one was probably meant.
@@ -262,15 +253,13 @@ def add_option(parser, field, choices):
     parser.add_argument(f"--{field.name}", default=field.default, help=text, **how)
 
 
-def what_was_meant(unknown) -> str:
+def what_was_meant(unknown):
     """A sentence about words that are no options."""
-    for word in unknown:
-        name = word.removeprefix("--").split("=")[0]
-        if word.startswith("--") and name in REFUSED:
+    names = [word.removeprefix("--").split("=")[0] for word in unknown]
+    for name in names:
+        if name in REFUSED:
             return f"--{name}: {REFUSED[name]}"
-    name = unknown[0].removeprefix("--").split("=")[0]
-    names = [field.name for field in dataclasses.fields(Config)]
-    for near in difflib.get_close_matches(name, names, 1):
+    for near in difflib.get_close_matches(names[0], vars(Config()), 1):
         return f"{unknown[0]} is no option: did you mean --{near}?"
     return f"{unknown[0]} is no option"
 
@@ -281,10 +270,9 @@ def check(c):
     """Raises ValueError, naming the option, for values with which no run makes sense."""
     completions = c.prompts_per_step * c.num_generations
     launcher = os.environ.get("WORLD_SIZE")  # torchrun sets it
-    torchrun = f"torchrun --nproc_per_node={2 if c.split else 1} {' '.join(sys.argv)}"
+    find = importlib.util.find_spec
     # A folder of a package's name is found too, but has no origin.
-    found = {name: importlib.util.find_spec(name) for name in c.report_to}
-    missing = [name for name, spec in found.items() if not getattr(spec, "origin", None)]
+    missing = [name for name in c.report_to if not getattr(find(name), "origin", None)]
     mistakes = [  # (whether it is made, what to say of it)
         (missing, f"--report_to {' '.join(missing)} needs a package: pip install {' '.join(missing)}"),
         (completions > 2**20,
@@ -305,8 +293,9 @@ def check(c):
          f"--eval_data {' '.join(c.eval_data)}: give each file another name"),
         (c.colocate + c.split + bool(c.replay) > 1,
          "--colocate, --split and --replay exclude each other: use --colocate, the fastest"),
-        (c.colocate and not launcher, f"--colocate runs under torchrun: {torchrun}"),
-        (c.split and not launcher, f"--split runs under torchrun: {torchrun}"),
+        ((c.colocate or c.split) and not launcher,
+         f"{'--split' if c.split else '--colocate'} runs under torchrun: "
+         f"torchrun --nproc_per_node={2 if c.split else 1} {' '.join(sys.argv)}"),
         (c.split and launcher == "1",
          "--split needs 2 ranks or more: --nproc_per_node=2, or --colocate on one"),
     ]

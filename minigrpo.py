@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import colocate
 import config
@@ -42,7 +43,6 @@ import data
 import model
 import rewards
 from checkpoint import Run
-from colocate import Engine
 from data import Prompt, PromptSet, Tokenizer, prompt_indices, sample_seed
 from model import Policy
 from rewards import Group, Scorer
@@ -195,17 +195,17 @@ class Rollout:
     columns: dict = field(default_factory=dict)  # of the prompt's row, for the reward functions
 
     @property
-    def length(self) -> int:
+    def length(self):
         """Tokens of prompt and completion."""
         return len(self.prompt_ids) + len(self.completion_ids)
 
-    def finite(self) -> list[int]:
+    def finite(self):
         """Which tokens have a log-probability of the sampler that is a number."""
         if math.isfinite(sum(self.sampler_logps)):  # all of them, found in a tenth of the time
             return list(range(len(self.sampler_logps)))
         return [k for k, logp in enumerate(self.sampler_logps) if math.isfinite(logp)]
 
-    def trained(self, mask_truncated) -> list[int]:
+    def trained(self, mask_truncated):
         """Which tokens train: none without a reward, and none of a cut completion where those are masked."""
         if self.reward is None or (self.truncated and mask_truncated):
             return []
@@ -222,23 +222,25 @@ def draw_prompts(prompts, step, c, resampling=0):
     return [(slot, prompts[i]) for slot, i in enumerate(indices)]
 
 
-def generate_rollouts(engine, prompts, step, tokenizer, seed, sampling, resampling=0):
-    """sampling["n"] Rollouts for each (slot, prompt) of this rank, group after group."""
-    n, stop = sampling["n"], sampling["stop"]
+def generate_rollouts(engine, prompts, step, tokenizer, c, resampling=0):
+    """num_generations Rollouts for each (slot, prompt) of this rank, group after group."""
     # Of the slot, not of the rank: any number of ranks draws the same completions.
-    seeds = [sample_seed(seed, step, resampling, slot) for slot, _ in prompts]
+    seeds = [sample_seed(c.seed, step, resampling, slot) for slot, _ in prompts]
     groups = engine.generate(
         [prompt.token_ids for _, prompt in prompts],
+        n=c.num_generations,
+        max_tokens=c.max_completion_length,
+        temperature=c.temperature,
         seeds=seeds,
         eos_token_ids=tokenizer.eos_token_ids,
-        **sampling)
+        stop=c.stop)
     rollouts = []
     for (slot, prompt), first, group in zip(prompts, seeds, groups):
         for i, (token_ids, logprobs) in enumerate(group):
             ended = token_ids[-1] in tokenizer.eos_token_ids
-            stopped = stop and colocate.completes(tokenizer, token_ids, stop)
+            stopped = c.stop and colocate.completes(tokenizer, token_ids, c.stop)
             rollouts.append(Rollout(
-                slot=slot * n + i,
+                slot=slot * c.num_generations + i,
                 prompt=prompt.prompt,
                 prompt_ids=prompt.token_ids,
                 completion_ids=token_ids,
@@ -260,23 +262,21 @@ def score_rollouts(rollouts, scorer, group_size):
     for group in groups:
         texts = [r.completion for r in group]
         token_ids = [r.completion_ids for r in group]
-        first = group[0]
-        requests.append(Group(first.prompt, texts, token_ids, first.columns))
+        requests.append(Group(group[0].prompt, texts, token_ids, group[0].columns))
     with reading("--reward", ValueError):  # a function that fails on its whole first batch must be wrong
         results = scorer.score(requests)
     scored = {r.slot: r for r in rollouts}  # keeps their order
     for group, scores in zip(groups, results):
-        for i, r in enumerate(group):
-            parts = {name: rewards[i] for name, rewards in scores.parts.items()}
-            scored[r.slot] = replace(r, reward=scores.rewards[i], parts=parts)
+        for r, reward, *parts in zip(group, scores.rewards, *scores.parts.values()):
+            scored[r.slot] = replace(r, reward=reward, parts=dict(zip(scores.parts, parts)))
     return list(scored.values())
 
 
-def in_groups(items, size) -> list[list]:
+def in_groups(items, size):
     return [items[start:start + size] for start in range(0, len(items), size)]
 
 
-def flatten(lists) -> list:
+def flatten(lists):
     return list(itertools.chain.from_iterable(lists))
 
 
@@ -294,12 +294,13 @@ def update(policy, optimizer, rollouts, c, world):
     Returns metrics over all ranks, and {slot: log-probabilities of the policy before the update} of every
     completion that trains, on rank 0, which writes them down.
     """
-    groups = in_groups(rollouts, c.num_generations)
+    prompts = len(rollouts) // c.num_generations
     minibatches = []
-    for m in range(c.num_minibatches):
-        low = m * len(groups) // c.num_minibatches
-        high = (m + 1) * len(groups) // c.num_minibatches
-        minibatches.append(make_micro_batches(policy, flatten(groups[low:high]), c, world))
+    start = 0
+    for m in range(1, c.num_minibatches + 1):
+        stop = m * prompts // c.num_minibatches * c.num_generations  # groups stay together
+        minibatches.append(make_micro_batches(policy, rollouts[start:stop], c, world))
+        start = stop
     every = flatten(minibatches)  # several optimizer steps, one after the other
     with torch.no_grad():
         if c.num_iterations * c.num_minibatches > 1:  # the policy will move away from the one that sampled
@@ -336,14 +337,14 @@ class MicroBatch:
     """
 
     rollouts: list[Rollout]
-    stream: torch.Tensor  # int64 [S]: prompt, completion, the next prompt, its completion, …
-    places: torch.Tensor  # int64 [T]: where in the stream the tokens stand that train
-    completion: torch.Tensor  # int64 [T]: the number of the token's completion in this micro-batch
-    sampler_logp: torch.Tensor  # [T]
-    advantage: torch.Tensor  # [T]
-    weight: torch.Tensor  # [T]: 1 / the denominator of the token's completion
-    old_logp: torch.Tensor | None = None  # [T]: of the policy before the update
-    reference_logp: torch.Tensor | None = None  # [T]: of the first model; None without a KL term
+    stream: Tensor  # int64 [S]: prompt, completion, the next prompt, its completion, …
+    places: Tensor  # int64 [T]: where in the stream the tokens stand that train
+    completion: Tensor  # int64 [T]: the number of the token's completion in this micro-batch
+    sampler_logp: Tensor  # [T]
+    advantage: Tensor  # [T]
+    weight: Tensor  # [T]: 1 / the denominator of the token's completion
+    old_logp: Tensor | None = None  # [T]: of the policy before the update
+    reference_logp: Tensor | None = None  # [T]: of the first model; None without a KL term
 
     def logprobs(self, policy, temperature):
         """Log-probability of each token that trains, and the entropy of what it was drawn from; each [T]."""
@@ -361,24 +362,22 @@ def train(c, world):
     run, stop = open_run(c, world), Stop()
     if run.state.get("finished"):
         return world.print0(f"{run.folder} holds a finished run: {run.state['result']} (--fresh starts anew)")
-    start = run.state["step"]
-    source = model_folder(c, run, world)
-    inputs = load(c, source, run.latest if start else source, world)
-    policy, tokenizer, scorer = inputs.policy, inputs.tokenizer, inputs.scorer
-    engine, optimizer = begin(c, source, inputs, run, world)
-    save = functools.partial(save_checkpoint, run, policy, optimizer, source, data=inputs.prompts.fingerprint)
+    inputs = load(c, run, world)
+    policy, engine, optimizer = begin(c, inputs, run, world)
+    save = functools.partial(save_checkpoint, run, policy, optimizer, inputs)
     health = Health(c.max_skipped, bool(c.replay))
     console = Console(inputs.updates, c.log_completions)
     before, after = run.state.get("before"), None  # accuracy of the first weights, and of the last
 
-    for step in range(start, inputs.updates + 1):
+    for step in range(run.state["step"], inputs.updates + 1):
         last = step == inputs.updates
-        row = {"step": step, "weight_version": step}
+        row = {"step": step}
         began = world.clock()
         watch = functools.partial(timed, row, world=world)
-        scorer.state.update(global_step=step, max_steps=inputs.schedule)  # evaluation scores too
+        inputs.scorer.state.update(global_step=step, max_steps=inputs.schedule)  # evaluation scores too
         with watch("wake"):                                                                     # 1. wake
             engine.wake(policy.named_parameters(), version=step)
+        row["weight_version"] = engine.weight_version
         if inputs.held_out and c.eval_steps and (last or step % c.eval_steps == 0):
             with watch("eval"):
                 row |= evaluate(engine, inputs, c, world)
@@ -389,7 +388,7 @@ def train(c, world):
             break
         mine = world.my_part(draw_prompts(inputs.prompts.train, step, c))
         with watch("generate"):                                                                 # 2. generate
-            rollouts = generate_rollouts(engine, mine, step, tokenizer, c.seed, c.sampling)
+            rollouts = generate_rollouts(engine, mine, step, inputs.tokenizer, c)
             rollouts = resample_groups(engine, rollouts, step, inputs, c)
         with watch("sleep"):                                                                    # 3. sleep
             engine.sleep()
@@ -397,7 +396,7 @@ def train(c, world):
             row["memory/asleep_gib"] = colocate.card_in_use() / 2**30
             torch.cuda.reset_peak_memory_stats()
         with watch("reward"):                                                                   # 4. reward
-            rollouts = score_rollouts(rollouts, scorer, c.num_generations)
+            rollouts = score_rollouts(rollouts, inputs.scorer, c.num_generations)
             world.barrier("reward")  # before a collective, so that a straggler is named
             rollouts = flatten(world.all_gather(rollouts))  # by slot, as the ranks' parts are contiguous
         scores = reward_table(rollouts, c.num_generations)                                      # 5. advantage
@@ -433,7 +432,7 @@ def train(c, world):
         world.print0(f"done: {result}")
     world.barrier("the run")  # nobody ends the engine, and with it the process group, while another needs it
     run.close()
-    scorer.close()
+    inputs.scorer.close()
     engine.close()
 
 
@@ -460,7 +459,7 @@ def timed(row, stage, world):
     row[f"time/{stage}"] = world.clock() - start
 
 
-def learning_rate_at(step, steps, c) -> float:
+def learning_rate_at(step, steps, c):
     """Learning rate of update `step` of `steps`, from 0: linear warm-up, then constant, linear or cosine."""
     if step < c.warmup_steps:
         return c.learning_rate * (step + 1) / c.warmup_steps
@@ -474,7 +473,7 @@ def learning_rate_at(step, steps, c) -> float:
     return c.learning_rate * shape[c.lr_scheduler_type]
 
 
-def to_records(rollouts, old_logps) -> list[dict]:
+def to_records(rollouts, old_logps):
     """The lines of rollouts/step_N.jsonl; old_logps: slot → the trainer's log-probabilities."""
     records = []
     for r in rollouts:
@@ -484,29 +483,27 @@ def to_records(rollouts, old_logps) -> list[dict]:
     return records
 
 
-def save_checkpoint(run, policy, optimizer, source, step, **state):
-    """state: what a run needs to know when it is resumed, beside weights and optimizer."""
+def save_checkpoint(run, policy, optimizer, inputs, step, **state):
+    """state: what a run needs to know when it is resumed, beside weights, optimizer and data."""
     with reading(f"--out {run.folder}", OSError):  # a full disk is nobody's bug
-        run.save(policy, optimizer, source, step, **state)
+        run.save(policy, optimizer, inputs.source, step, data=inputs.prompts.fingerprint, **state)
 
 
 # ---- Dividing the work of an update ------------------------------------------------------------------------
 
 def make_micro_batches(policy, rollouts, c, world):
     """This rank's part of one optimizer step; every rank divides the same list."""
-    trained = {r.slot: r.trained(c.mask_truncated_completions) for r in rollouts}
-    counts = [len(tokens) for tokens in trained.values()]
+    trained = [r.trained(c.mask_truncated_completions) for r in rollouts]
+    counts = [len(tokens) for tokens in trained]
     denominators = LOSSES[c.loss_type].denominators(counts, c.max_completion_length)
-    denominators = dict(zip(trained, denominators))  # by slot too
-    useful = [r for r in rollouts if trained[r.slot]]
+    # Without those of which no token trains.
+    work = [item for item in zip(rollouts, trained, denominators) if item[1]]
     # By FLOP, not by tokens: attention makes long sequences dearer than their length says.
-    costs = [policy.update_flops([r.length]) for r in useful]
-    parts = balance(costs, world.world_size)
-    mine = [useful[i] for i in parts[world.rank]]
+    costs = [policy.update_flops([r.length]) for r, _, _ in work]
+    mine = [work[i] for i in balance(costs, world.world_size)[world.rank]]
     batches = []
-    for indices in pack([r.length for r in mine], c.micro_batch_tokens):
-        some = [mine[i] for i in indices]
-        batches.append(join(some, trained, denominators, policy))
+    for indices in pack([r.length for r, _, _ in mine], c.micro_batch_tokens):
+        batches.append(join([mine[i] for i in indices], policy))
     return batches
 
 
@@ -521,7 +518,7 @@ def balance(costs, ranks):
     return parts
 
 
-def largest_first(sizes) -> list[int]:
+def largest_first(sizes):
     return sorted(range(len(sizes)), key=lambda i: -sizes[i])
 
 
@@ -529,51 +526,43 @@ def pack(lengths, budget):
     """Indices for each micro-batch, first fit, longest first. A sequence over the budget travels alone."""
     bins, room = [], []
     for i in largest_first(lengths):
-        fits = [b for b, free in enumerate(room) if lengths[i] <= free]
-        if fits:
-            bins[fits[0]].append(i)
-            room[fits[0]] -= lengths[i]
-        else:
-            bins.append([i])
-            room.append(budget - lengths[i])
+        first = next((b for b, free in enumerate(room) if lengths[i] <= free), len(bins))
+        if first == len(bins):  # it fits nowhere
+            bins.append([])
+            room.append(budget)
+        bins[first].append(i)
+        room[first] -= lengths[i]
     return bins
 
 
-def join(rollouts, trained, denominators, policy) -> MicroBatch:
-    """trained: slot → which tokens train; denominators: slot → what they are divided by."""
-    stream, places, sampler_logp = [], [], []
-    for r in rollouts:
-        tokens = trained[r.slot]
+def join(work, policy):
+    """The MicroBatch of some completions. work: each with its tokens that train and their denominator."""
+    rollouts, stream, places, completion = [], [], [], []
+    sampler_logp, advantage, weight = [], [], []
+    for r, tokens, denominator in work:
         first = len(stream) + len(r.prompt_ids)
         stream += r.prompt_ids + r.completion_ids
         places += [first + k for k in tokens]
+        completion += [len(rollouts)] * len(tokens)
         sampler_logp += [r.sampler_logps[k] for k in tokens]  # the broken ones stay out, and so out of exp
+        advantage += [r.advantage] * len(tokens)
+        weight += [1 / denominator] * len(tokens)
+        rollouts.append(r)
+    tensors = [torch.tensor(numbers) for numbers in (stream, places, completion)]
     wide = torch.promote_types(policy.dtype, torch.float32)  # as token_logprobs returns them
-    counts = torch.tensor([len(trained[r.slot]) for r in rollouts])
-    completion = torch.arange(len(rollouts)).repeat_interleave(counts)  # [T]
-    advantage = torch.tensor([r.advantage for r in rollouts], dtype=wide)
-    weight = torch.tensor([1 / denominators[r.slot] for r in rollouts], dtype=wide)
-    upload = functools.partial(model.upload, device=policy.device)
-    return MicroBatch(
-        rollouts,
-        stream=upload(torch.tensor(stream)),
-        places=upload(torch.tensor(places)),
-        completion=upload(completion),
-        sampler_logp=upload(torch.tensor(sampler_logp, dtype=wide)),
-        advantage=upload(advantage[completion]),
-        weight=upload(weight[completion]))
+    tensors += [torch.tensor(numbers, dtype=wide) for numbers in (sampler_logp, advantage, weight)]
+    return MicroBatch(rollouts, *[model.upload(tensor, policy.device) for tensor in tensors])
 
 
 def gather_old_logps(batches, world):
     """{slot: log-probabilities of its tokens before the update, None for a token that does not train}."""
     mine = {}
     for batch in batches:
-        values = iter(batch.old_logp.tolist())
+        logps = dict(zip(batch.places.tolist(), batch.old_logp.tolist()))
+        end = 0
         for r in batch.rollouts:
-            logps = [None] * len(r.completion_ids)
-            for k in r.finite():
-                logps[k] = next(values)
-            mine[r.slot] = logps
+            end += r.length
+            mine[r.slot] = [logps.get(place) for place in range(end - len(r.completion_ids), end)]
     return functools.reduce(dict.__or__, world.all_gather(mine))
 
 
@@ -584,14 +573,11 @@ def resample_groups(engine, rollouts, step, inputs, c):
     size = c.num_generations
     for attempt in range(1, c.dynamic_sampling_rounds + 1):
         rollouts = score_rollouts(rollouts, inputs.scorer, size)
-        advantages = group_advantages(reward_table(rollouts, size))
+        teaches = group_advantages(reward_table(rollouts, size)).any(1)
         others = draw_prompts(inputs.prompts.train, step, c, attempt)
-        some = []
-        for first, advantage in zip(rollouts[::size], advantages):
-            if not advantage.any():
-                some.append(others[first.slot // size])
+        some = [others[r.slot // size] for r, useful in zip(rollouts[::size], teaches) if not useful]
         # Also with nothing to replace: with --split all ranks ask the engine together.
-        new = generate_rollouts(engine, some, step, inputs.tokenizer, c.seed, c.sampling, attempt)
+        new = generate_rollouts(engine, some, step, inputs.tokenizer, c, attempt)
         by_slot = {r.slot: r for r in rollouts + new}  # the new ones take the places of the old
         rollouts = list(by_slot.values())
     return rollouts
@@ -604,12 +590,9 @@ def evaluate(engine, inputs, c, world):
     n = c.eval_num_generations
     prompts = list(enumerate(flatten(inputs.held_out.values())))
     mine = world.my_part(prompts)
-    rollouts = generate_rollouts(engine, mine, -1, inputs.tokenizer, c.seed, c.eval_sampling)
+    rollouts = generate_rollouts(engine, mine, -1, inputs.tokenizer, c.evaluation)
     rollouts = score_rollouts(rollouts, inputs.scorer, n)
-    scores = []
-    for r in rollouts:
-        first, *_ = r.parts.values()
-        scores.append(first or 0.0)
+    scores = [next(iter(r.parts.values())) or 0.0 for r in rollouts]
     world.barrier("evaluation")  # before a collective, so that a straggler is named
     scores = flatten(world.all_gather(scores))  # n of every prompt, in order
     groups = iter(in_groups(scores, n))
@@ -641,19 +624,20 @@ def eval_metrics(points):
 
 # ---- What is seen of a step --------------------------------------------------------------------------------
 
-METRICS = (  # in every row of metrics.jsonl, null where not measured; evaluation adds pass@k and its sets
-    "step", "reward", "reward_std", "frac_reward_zero_std", "completions/mean_length",
-    "completions/clipped_ratio", "loss", "grad_norm", "learning_rate", "entropy", "clip_ratio", "kl",
-    "logprob_gap/mean", "logprob_gap/max", "importance_ratio/mean", "importance_ratio/max", "ess",
-    "eval/accuracy", "unscored", "dropped_groups", "trained_tokens", "broken_logprobs", "skipped_updates",
-    "first_ratio_error",
-    "time/wake", "time/generate", "time/eval", "time/sleep", "time/reward", "time/update", "time/step",
-    "tokens_per_second_per_gpu", "mfu", "memory/peak_gib", "memory/asleep_gib", "weight_version")
-TOKEN_MEANS = ("entropy", "clip_ratio", "logprob_gap/mean", "importance_ratio/mean", "kl")
-TOKEN_MAXIMA = ("logprob_gap/max", "importance_ratio/max", "first_ratio_error")
+# In every row of metrics.jsonl, null where not measured; evaluation adds pass@k and its sets.
+METRICS = """
+    step reward reward_std frac_reward_zero_std completions/mean_length completions/clipped_ratio
+    loss grad_norm learning_rate entropy clip_ratio kl
+    logprob_gap/mean logprob_gap/max importance_ratio/mean importance_ratio/max ess
+    eval/accuracy unscored dropped_groups trained_tokens broken_logprobs skipped_updates first_ratio_error
+    time/wake time/generate time/eval time/sleep time/reward time/update time/step
+    tokens_per_second_per_gpu mfu memory/peak_gib memory/asleep_gib weight_version
+    """.split()
+TOKEN_MEANS = "entropy clip_ratio logprob_gap/mean importance_ratio/mean kl".split()
+TOKEN_MAXIMA = "logprob_gap/max importance_ratio/max first_ratio_error".split()
 
 
-def update_metrics(seen, norms, rollouts, c, world) -> dict:
+def update_metrics(seen, norms, rollouts, c, world):
     """seen: the sums of this rank's micro-batches; norms: of the gradients, one an optimizer step."""
     # Only now are numbers asked of the GPU: before, each would have waited for its kernels.
     numbers = [{name: value.item() for name, value in sums.items()} for sums in seen]
@@ -662,11 +646,12 @@ def update_metrics(seen, norms, rollouts, c, world) -> dict:
     row = {name: whole[name] / tokens for name in TOKEN_MEANS}
     row |= {name: whole[name] for name in TOKEN_MAXIMA}
     broken = [len(r.completion_ids) - len(r.finite()) for r in rollouts]
-    ratio, squared = whole["importance_ratio/mean"], whole["importance_ratio/squared"]
+    squared = max(whole["importance_ratio/squared"], 1e-30)
     return row | {
         "kl": row["kl"] if c.beta else None,
         "loss": whole["loss"] / len(norms),
-        "ess": ratio**2 / (tokens * max(squared, 1e-30)),  # effective sample size, as a share of the tokens
+        # The effective sample size, as a share of the tokens.
+        "ess": whole["importance_ratio/mean"] ** 2 / (tokens * squared),
         "grad_norm": sum(norms) / len(norms),
         "skipped_updates": sum(not math.isfinite(norm) for norm in norms),
         "trained_tokens": whole["tokens"] // c.num_iterations,
@@ -674,7 +659,7 @@ def update_metrics(seen, norms, rollouts, c, world) -> dict:
     }
 
 
-def add_up(parts) -> Counter:
+def add_up(parts):
     """Sums by key, 0 for a key that is nowhere; of TOKEN_MAXIMA the maximum."""
     whole = Counter()
     for part in parts:
@@ -683,7 +668,7 @@ def add_up(parts) -> Counter:
     return whole
 
 
-def step_metrics(rollouts, scores, row, policy, c, world) -> dict:
+def step_metrics(rollouts, scores, row, policy, c, world):
     """The metrics of rewards, lengths and speed. scores: float64 [groups, G], NaN where there is no reward;
     row: what is known so far."""
     scored = scores[~scores.isnan()]  # of all groups, flat
@@ -706,7 +691,6 @@ def step_metrics(rollouts, scores, row, policy, c, world) -> dict:
         "completions/clipped_ratio": sum(r.truncated for r in rollouts) / len(rollouts),
         "tokens_per_second_per_gpu": generated / row["time/step"] / gpus,
         "mfu": mfu,
-        "weight_version": rollouts[0].weight_version,
     }
 
 
@@ -719,16 +703,13 @@ class Health:
     def __init__(self, max_skipped, replay=False):
         self.max_skipped, self.replay = max_skipped, replay
         self.in_a_row = Counter()  # trouble → steps
-        self.first = []  # (gap, entropy) of the first ten steps: what is healthy in this run
+        self.first = []  # (gap, entropy) of the first steps, at most ten: what is healthy in this run
 
-    def check(self, row, rollouts) -> list[str]:
+    def check(self, row, rollouts):
         """Warnings, each once in a row of such steps. Raises RunError where a trouble lasts too long."""
         gap, entropy = row["logprob_gap/mean"], row["entropy"]
-        usual_gap, usual_entropy = math.inf, 0.0  # not known yet: nothing is unusual
-        if len(self.first) == 10:
-            usual_gap, usual_entropy = [statistics.median(values) for values in zip(*self.first)]
-        else:
-            self.first.append((gap, entropy))
+        self.first = [*self.first, (gap, entropy)][:10]
+        usual_gap, usual_entropy = map(statistics.median, zip(*self.first))
         if self.replay:  # its policy parts from the one that was recorded, and the gap has to grow
             usual_gap = math.inf
         # A sample of 64 is enough: this would otherwise cost more than all the rest of the watch.
@@ -767,7 +748,7 @@ class Console:
         self.updates, self.completions = updates, completions
         self.recent = deque(maxlen=20)  # seconds of the last steps, from which the time left is guessed
 
-    def text(self, row, rollouts) -> str:
+    def text(self, row, rollouts):
         done, total = row["step"] + 1, self.updates
         self.recent.append(row["time/step"] - row.get("time/eval", 0))
         left = (total - done) * statistics.median(self.recent)
@@ -799,7 +780,7 @@ class RunError(Exception):
 
 
 @contextlib.contextmanager
-def reading(what: str, kind: type[Exception] = Exception):
+def reading(what, kind=Exception):
     """Turns what fails while `what` is read into one line. MINIGRPO_TRACEBACK=1 shows where it failed.
 
     kind: of errors that are the fault of `what`; others are bugs, and keep their traceback.
@@ -819,23 +800,22 @@ def reading(what: str, kind: type[Exception] = Exception):
 class Inputs:
     """What a run is given, read and checked."""
 
+    source: Path  # the folder of the model that it begins with
+    model_config: model.ModelConfig
     tokenizer: Tokenizer
     prompts: PromptSet
     held_out: dict[str, list[Prompt]]  # name of the data set → its prompts
     scorer: Scorer
-    policy: Policy
     updates: int  # of this run
     schedule: int  # updates over which the learning rate is scheduled
-    memory: dict | None = None  # what is planned on each GPU, where an engine is to be on one
 
 
-def open_run(c, world) -> Run:
+def open_run(c, world):
     with reading(f"--out {c.run_folder}"):
         return Run(
             c.run_folder,
             c.saved_options,
             world,
-            keys=METRICS,
             free=config.FREE,
             fresh=c.fresh,
             save_total_limit=c.save_total_limit,
@@ -843,11 +823,38 @@ def open_run(c, world) -> Run:
             report_to=c.report_to)
 
 
-def model_folder(c, run, world) -> Path:
-    """Where the model is that the run begins with; the tiny one is made here."""
-    if c.model != "tiny":
-        with reading(f"--model {c.model}"):
-            return model.checkpoint_folder(c.model)
+def load(c, run, world):
+    """The Inputs, with everything found that can be wrong with them, before the weights are read."""
+    with reading("--reward, --reward_weights"):
+        scorer = Scorer(c.reward, c.reward_weights, c.reward_timeout, c.reward_workers)
+        scorer.state["max_completion_length"] = c.max_completion_length
+    folder = make_tiny_model(c, run, world) if c.model == "tiny" else c.model
+    with reading(f"--model {folder}"):
+        source = model.checkpoint_folder(folder)
+        model_config = model.ModelConfig.from_folder(source)
+        tokenizer = Tokenizer(source, c.chat_template, c.chat_template_kwargs)
+    prompts = data.concatenate(c.data, [load_prompts("--data", name, tokenizer, c) for name in c.data])
+    held_out = {"held out": prompts.held_out} if prompts.held_out and not c.eval_data else {}
+    for name in c.eval_data:
+        other = load_prompts("--eval_data", name, tokenizer, c)
+        held_out[Path(name).stem] = other.held_out or other.train
+        prompts.fingerprint += other.fingerprint
+    schedule = c.max_steps
+    if schedule == -1:
+        taken = c.prompts_per_step * (1 + c.dynamic_sampling_rounds)  # of the order of prompts, by a step
+        schedule = math.ceil(c.num_train_epochs * len(prompts.train) / taken)
+    inputs = Inputs(source, model_config, tokenizer, prompts, held_out, scorer, schedule, schedule)
+    if c.replay:
+        inputs = replace(inputs, updates=rehearse(c, inputs), held_out={})
+        prompts.notes.append(f"replays {inputs.updates} steps of {c.replay}; no engine, no evaluation")
+    check_together(c, inputs, run)
+    evaluated = sum(map(len, inputs.held_out.values()))
+    world.print0("\n".join([*prompts.notes, f"{evaluated} prompts to evaluate on"]))
+    return inputs
+
+
+def make_tiny_model(c, run, world):
+    """The folder of the built-in model, which is made here when the run begins."""
     import tiny
     folder = run.folder / "tiny"
     if run.state["step"] == 0:
@@ -860,55 +867,7 @@ def model_folder(c, run, world) -> Path:
     return folder
 
 
-def load(c, source, weights, world) -> Inputs:
-    """Finds everything that can be wrong with the input, before an engine starts.
-
-    source: the model as it was given. weights: that, or the last checkpoint.
-    """
-    with reading("--reward, --reward_weights"):
-        scorer = Scorer(c.reward, c.reward_weights, c.reward_timeout, c.reward_workers)
-        scorer.state["max_completion_length"] = c.max_completion_length
-    with reading(f"--model {source}"):
-        model_config = model.ModelConfig.from_folder(source)
-        tokenizer = Tokenizer(source, c.chat_template, c.chat_template_kwargs)
-    sets = [load_prompts("--data", name, tokenizer, c) for name in c.data]
-    prompts = data.concatenate(c.data, sets)
-    held_out, fingerprint = {}, prompts.fingerprint
-    for name in c.eval_data:
-        other = load_prompts("--eval_data", name, tokenizer, c)
-        held_out[Path(name).stem] = other.held_out or other.train
-        fingerprint += other.fingerprint
-    prompts = replace(prompts, fingerprint=fingerprint)
-    if prompts.held_out and not c.eval_data:
-        held_out = {"held out": prompts.held_out}
-    check_together(c, model_config, tokenizer, prompts, held_out)  # before the weights, which take longest
-    schedule = c.max_steps
-    if schedule == -1:
-        taken = c.prompts_per_step * (1 + c.dynamic_sampling_rounds)  # of the order of prompts, by a step
-        schedule = math.ceil(c.num_train_epochs * len(prompts.train) / taken)
-    updates = schedule
-    if c.replay:
-        updates, held_out = rehearse(c, schedule, prompts, tokenizer), {}
-        prompts.notes.append(f"replays {updates} steps of {c.replay}; no engine, no evaluation")
-    dtype = torch.bfloat16 if world.cuda else torch.float32
-    if c.dtype != "auto":
-        dtype = getattr(torch, c.dtype)
-    plan = None
-    if world.cuda and (c.colocate or c.split):
-        plan = memory_plan(c, model_config, dtype, world)
-        prompts.notes.append(describe_plan(plan, world.card))
-    with reading(f"--model {weights}"):
-        policy = Policy.from_folder(weights, world.device, dtype)
-        if weights != source:
-            check_shards(weights / "optimizer", list(policy.parameters()))
-        if policy.config != model_config:
-            raise ValueError(f"config.json is not the one of {c.model}: --fresh starts anew")
-    worthwhile = world.cuda and model.parameter_count(model_config) > 4e8  # smaller ones wait for the CPU
-    policy.training_mode(c.compile == "on" or c.compile == "auto" and worthwhile, c.recompute)
-    return Inputs(tokenizer, prompts, held_out, scorer, policy, updates, schedule, plan)
-
-
-def load_prompts(option, source, tokenizer, c) -> PromptSet:
+def load_prompts(option, source, tokenizer, c):
     """The prompts of a file or of a built-in task. option: --data or --eval_data."""
     import tiny
     task = {}
@@ -925,11 +884,26 @@ def load_prompts(option, source, tokenizer, c) -> PromptSet:
             **task)
 
 
-def check_together(c, m, tokenizer, prompts, held_out):
-    """Raises RunError where model, data and options are each right, but do not go together."""
-    every = prompts.train + flatten(held_out.values())
+def rehearse(c, inputs):
+    """How many updates --replay has rollouts for. All are read once, so that damage is found now."""
+    import engines
+    with reading(f"--replay {c.replay}"):
+        steps = engines.recorded_steps(Path(c.replay), vars(c), inputs.schedule)
+        recorded = engines.RecordedEngine(Path(c.replay))
+        for step in range(steps):
+            recorded.wake((), version=step)
+            batch = draw_prompts(inputs.prompts.train, step, c)
+            generate_rollouts(recorded, batch, step, inputs.tokenizer, c)
+    return steps
+
+
+def check_together(c, inputs, run):
+    """Raises RunError where model, data, options and run folder are each right, but do not go together."""
+    m, tokenizer, prompts = inputs.model_config, inputs.tokenizer, inputs.prompts
+    every = prompts.train + flatten(inputs.held_out.values())
     largest = max(tokenizer.eos_token_ids[0], *(max(p.token_ids) for p in every))
     needs_answers = not rewards.NEED_ANSWER.isdisjoint(c.reward)
+    step, files = run.state["step"], " ".join(c.data)
     mistakes = [  # (whether it is made, what to say of it)
         (c.longest > m.max_position_embeddings,
          f"--max_prompt_length {c.max_prompt_length} + --max_completion_length "
@@ -939,31 +913,65 @@ def check_together(c, m, tokenizer, prompts, held_out):
          f"--model {c.model}: tokenizer.json or eos_token_id goes past the vocab_size {m.vocab_size} of "
          "config.json: they are of different models"),
         (needs_answers and all(p.columns["answer"] is None for p in prompts.train),
-         f"--data {' '.join(c.data)} has no gold answers for --reward {' '.join(c.reward)}: --answer_column "
-         "names their column"),
+         f"--data {files} has no gold answers for --reward {' '.join(c.reward)}: --answer_column names their "
+         "column"),
+        # What follows would be another run than the one that is recorded so far.
+        (run.state.get("data", prompts.fingerprint) != prompts.fingerprint,
+         f"--out {run.folder}: {files} changed since the run began: give another --out, or --fresh"),
+        (step > inputs.updates,
+         f"--out {run.folder}: it is at update {step}, but {c.replay} now has rollouts for {inputs.updates}: "
+         "give another --out, or --fresh"),
     ]
     for made, words in mistakes:
         if made:
             raise RunError(words)
 
 
-def rehearse(c, schedule, prompts, tokenizer) -> int:
-    """How many updates --replay has rollouts for. All are read once, so that damage is found now."""
-    import engines
-    with reading(f"--replay {c.replay}"):
-        steps = engines.recorded_steps(Path(c.replay), vars(c), schedule)
-        recorded = engines.RecordedEngine(Path(c.replay))
-        for step in range(steps):
-            batch = draw_prompts(prompts.train, step, c)
-            recorded.wake((), version=step)
-            generate_rollouts(recorded, batch, step, tokenizer, c.seed, c.sampling)
-    return steps
+def begin(c, inputs, run, world):
+    """The policy, the engine and the optimizer, as they were after the run's last checkpoint."""
+    usual = torch.bfloat16 if world.cuda else torch.float32
+    dtype = getattr(torch, c.dtype, usual)  # torch has no "auto"
+    kv_cache_bytes = None  # of an engine on a CPU a variable of vLLM decides
+    if world.cuda and (c.colocate or c.split):
+        kv_cache_bytes = plan_memory(c, inputs.model_config, dtype, world)
+    policy = load_policy(c, inputs, dtype, run, world)
+    keys = [*METRICS]
+    if inputs.held_out:  # every row has every key
+        keys += eval_metrics({name: [[0.0] * c.eval_num_generations] for name in inputs.held_out})
+    with reading(f"--out {run.folder}"):
+        run.begin(keys)
+    engine = build_engine(c, inputs, policy, kv_cache_bytes, world)
+    optimizer = ShardedAdamW(  # after the engine: vLLM measures the memory that is free
+        policy.parameters(),
+        lr=c.learning_rate,
+        betas=(c.adam_beta1, c.adam_beta2),
+        eps=c.adam_epsilon,
+        weight_decay=c.weight_decay,
+        max_grad_norm=c.max_grad_norm,
+        offload=c.optimizer_offload,
+        world=world)
+    if c.beta:
+        optimizer.keep_reference(Policy.from_folder(inputs.source, "cpu", dtype).parameters())
+    step = run.state["step"]
+    with reading(f"--out {run.folder}"):  # a checkpoint whose halves do not belong together
+        if step:
+            optimizer.load(run.latest / "optimizer")
+        seconds = run.seconds_to_save(optimizer)
+    beside = " and one that generates" if c.split else ""
+    world.print0(f"{c.model} on {world.world_size} ranks{beside}, {inputs.updates} steps; everything is "
+                 f"written to {run.folder}, a checkpoint in about {seconds:.1f} s")
+    if step:
+        world.print0(f"continues after update {step}")
+    return policy, engine, optimizer
 
 
-def memory_plan(c, m, dtype, world):
-    """Bytes on each GPU in the two halves of a step: {half: {what: bytes}}. Raises RunError for too many."""
+def plan_memory(c, m, dtype, world):
+    """Says what each GPU will hold in the two halves of a step. Returns the bytes of the engine's KV cache.
+
+    Raises RunError, naming the option to change, where it does not fit.
+    """
     longest = c.max_prompt_length + c.max_completion_length
-    most = math.ceil(c.prompts_per_step * c.num_generations / world.world_size)  # completions of a rank
+    batch = completions_at_once(c, world) * longest
     plan = model.memory_plan(
         m,
         size=dtype.itemsize,
@@ -972,17 +980,25 @@ def memory_plan(c, m, dtype, world):
         recompute=c.recompute,
         compiled=c.compile != "off",
         sequence=c.longest,
-        cache_tokens=completions_at_once(c, world) * longest,
-        micro_batch=min(max(c.micro_batch_tokens, longest), most * longest),
+        cache_tokens=batch,
+        micro_batch=min(max(c.micro_batch_tokens, longest), batch),
         engine_limit=world.card * (0.85 if c.split else c.vllm_gpu_memory_utilization))
+    words = [f"GiB on each GPU, of {world.card / 2**30:.1f}:"]
+    advice = []
     for half, parts in plan.items():
-        if sum(parts.values()) > world.card:
-            raise RunError(f"{describe_plan(plan, world.card)}\n{advice(half, longest, c)}")
-    return plan
+        whole = sum(parts.values())
+        listed = " + ".join(f"{what} {size / 2**30:.1f}" for what, size in parts.items())
+        words.append(f"{half} {whole / 2**30:.1f} = {listed}")
+        if whole > world.card:
+            advice.append(what_to_change(half, longest, c))
+    if advice:
+        raise RunError("\n".join(words + advice))
+    world.print0("\n".join(words))
+    return int(plan["generating"]["KV cache"])
 
 
-def advice(half, longest, c) -> str:
-    """What to change where this half of a step does not fit."""
+def what_to_change(half, longest, c):
+    """Where this half of a step does not fit."""
     if half == "generating" and c.split:
         return "lower --prompts_per_step"
     if half == "generating":
@@ -994,77 +1010,42 @@ def advice(half, longest, c) -> str:
     return "use more GPUs"
 
 
-def describe_plan(plan, card) -> str:
-    lines = [f"GiB on each GPU, of {card / 2**30:.1f}:"]
-    for half, parts in plan.items():
-        words = " + ".join(f"{what} {size / 2**30:.1f}" for what, size in parts.items())
-        lines.append(f"{half} {sum(parts.values()) / 2**30:.1f} = {words}")
-    return "\n".join(lines)
-
-
-def completions_at_once(c, world) -> int:
+def completions_at_once(c, world):
     """That one engine generates in a step."""
-    prompts = c.prompts_per_step if c.split else math.ceil(c.prompts_per_step / world.world_size)
-    return prompts * c.num_generations
+    engines = world.generators or world.world_size
+    return math.ceil(c.prompts_per_step / engines) * c.num_generations
 
 
-def begin(c, source, inputs, run, world) -> tuple[Engine, ShardedAdamW]:
-    """The engine and the optimizer, as they were after the run's last checkpoint."""
-    prompts, policy, step = inputs.prompts, inputs.policy, run.state["step"]
-    with reading(f"--out {run.folder}"):
-        changed = []
-        if run.state.get("data", prompts.fingerprint) != prompts.fingerprint:
-            changed.append(f"{' '.join(c.data)} changed since the run began")
-        if step > inputs.updates:
-            changed.append(f"it is at update {step}, but {c.replay} now has rollouts for {inputs.updates}")
-        if changed:  # what follows would be another run than the one that is recorded so far
-            raise ValueError(f"{'; '.join(changed)}: give another --out, or --fresh")
-        if inputs.held_out:  # every row has every key
-            points = {name: [[0.0] * c.eval_num_generations] for name in inputs.held_out}
-            run.keys = dict.fromkeys([*METRICS, *eval_metrics(points)])
-        run.begin()
-    held_out = sum(map(len, inputs.held_out.values()))
-    world.print0("\n".join([*prompts.notes, f"{held_out} prompts to evaluate on"]))
-    engine = build_engine(c, source, inputs, world)
-    optimizer = ShardedAdamW(  # after the engine: vLLM measures the memory that is free
-        policy.parameters(),
-        lr=c.learning_rate,
-        betas=(c.adam_beta1, c.adam_beta2),
-        eps=c.adam_epsilon,
-        weight_decay=c.weight_decay,
-        max_grad_norm=c.max_grad_norm,
-        offload=c.optimizer_offload,
-        world=world)
-    if c.beta:
-        optimizer.keep_reference(Policy.from_folder(source, "cpu", policy.dtype).parameters())
-    with reading(f"--out {run.folder}"):  # a checkpoint whose halves do not belong together
+def load_policy(c, inputs, dtype, run, world):
+    """With the weights of the last checkpoint, or of the model where there is none."""
+    step = run.state["step"]
+    folder = run.latest if step else inputs.source
+    with reading(f"--model {folder}"):
+        policy = Policy.from_folder(folder, world.device, dtype)
         if step:
-            optimizer.load(run.latest / "optimizer")
-        seconds = run.seconds_to_save(optimizer)
-    beside = " and one that generates" if c.split else ""
-    world.print0(f"{c.model} on {world.world_size} ranks{beside}, {inputs.updates} steps; everything is "
-                 f"written to {run.folder}, a checkpoint in about {seconds:.1f} s")
-    if step:
-        world.print0(f"continues after update {step}")
-    return engine, optimizer
+            check_shards(folder / "optimizer", list(policy.parameters()))
+        if policy.config != inputs.model_config:
+            raise ValueError(f"config.json is not the one of {c.model}: --fresh starts anew")
+    worthwhile = world.cuda and model.parameter_count(policy.config) > 4e8  # smaller ones wait for the CPU
+    policy.training_mode(c.compile == "on" or c.compile == "auto" and worthwhile, c.recompute)
+    return policy
 
 
-def build_engine(c, source, inputs, world) -> Engine:
+def build_engine(c, inputs, policy, kv_cache_bytes, world):
     """What generates: an engine on every rank, one for all, recorded rollouts, or the policy itself."""
     tokenizer = inputs.tokenizer.backend
     if c.colocate or c.split:
         arguments = dict(
-            folder=source,
-            dtype=inputs.policy.dtype,
+            folder=inputs.source,
+            dtype=policy.dtype,
             max_model_len=c.longest,
             max_num_seqs=completions_at_once(c, world),
             sleeps=c.colocate,
             tokenizer=tokenizer,
             gpu_memory_utilization=c.vllm_gpu_memory_utilization,
+            kv_cache_bytes=kv_cache_bytes,
             enforce_eager=c.vllm_enforce_eager or not world.cuda)
-        if world.cuda:
-            arguments["kv_cache_bytes"] = int(inputs.memory["generating"]["KV cache"])
-        # What vLLM refuses (a cache too small, a model it cannot run) is said in one line; it may also fail.
+        # What vLLM refuses (a cache too small, a model it cannot run) is one line; it may also fail.
         with reading("vLLM", ValueError):
             if c.colocate:
                 return colocate.ColocatedEngine(**arguments)
@@ -1073,7 +1054,7 @@ def build_engine(c, source, inputs, world) -> Engine:
     import engines
     if c.replay:
         return engines.RecordedEngine(Path(c.replay))
-    return engines.PolicySampler(inputs.policy, tokenizer)
+    return engines.PolicySampler(policy, tokenizer)
 
 
 def main():

@@ -33,12 +33,12 @@ def world(rank=0) -> types.SimpleNamespace:
 
 
 def a_run(out, options=(), **more) -> Run:
-    return Run(out, {**OPTIONS, **dict(options)}, world(), keys=KEYS, free=("save_steps",), **more)
+    return Run(out, {**OPTIONS, **dict(options)}, world(), free=("save_steps",), **more)
 
 
 def begun(out, options=(), **more) -> Run:
     run = a_run(out, options, **more)
-    run.begin()
+    run.begin(KEYS)
     return run
 
 
@@ -164,9 +164,9 @@ def test_the_last_checkpoint_is_never_away(tmp_path):
 def test_other_ranks_write_nothing_but_their_shard(tmp_path):
     first = begun(tmp_path)
     state = {"step": 0}
-    other = Run(tmp_path, OPTIONS, types.SimpleNamespace(**{**vars(world(1)), "all_gather": lambda value: [state]}), keys=KEYS)
+    other = Run(tmp_path, OPTIONS, types.SimpleNamespace(**{**vars(world(1)), "all_gather": lambda value: [state]}))
     before = snapshot(tmp_path)
-    other.begin()
+    other.begin(KEYS)
     other.record({"step": 0})
     other.write_rollouts(0, [rollout(0)])
     assert other.state is state and other.seconds_to_save(Saved()) == 0.0 and snapshot(tmp_path) == before
@@ -204,7 +204,7 @@ def test_other_options_are_refused_before_the_first_checkpoint_too(tmp_path):
 
 def test_a_folder_that_another_process_has_is_refused(tmp_path):
     script = ("import sys, types; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from checkpoint import Run\n"
-              "one = types.SimpleNamespace(rank=0, all_gather=lambda v: [v]); run = Run(Path(sys.argv[2]), {}, one, keys=())\n"
+              "one = types.SimpleNamespace(rank=0, all_gather=lambda v: [v]); run = Run(Path(sys.argv[2]), {}, one)\n"
               "print('taken', flush=True); sys.stdin.read()")
     holder = subprocess.Popen([sys.executable, "-c", script, Path(checkpoint.__file__).parent, tmp_path], stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, text=True)
@@ -219,7 +219,7 @@ def test_a_folder_that_another_process_has_is_refused(tmp_path):
 
 def test_a_folder_that_other_hosts_do_not_see_is_refused(tmp_path):
     with pytest.raises(ValueError, match="run is not on a disk that all hosts share"):
-        Run(tmp_path / "run", OPTIONS, world(rank=1), keys=KEYS)
+        Run(tmp_path / "run", OPTIONS, world(rank=1))
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "rollouts", "step_7", "latest"])

@@ -340,7 +340,7 @@ def test_evaluation_ends_completions_where_rollouts_do():
     world = types.SimpleNamespace(my_part=lambda items: items, barrier=lambda stage: None, all_gather=lambda value: [value])
     scores = types.SimpleNamespace(parts={"f": [1.0]}, rewards=[1.0])
     scorer = types.SimpleNamespace(score=lambda groups: [scores for _ in groups])
-    inputs = minigrpo.Inputs(FakeTokenizer(), None, {"a": [Prompt("a", [3], {})]}, scorer, None, updates=1, schedule=1)
+    inputs = minigrpo.Inputs(None, None, FakeTokenizer(), None, {"a": [Prompt("a", [3], {})]}, scorer, updates=1, schedule=1)
     assert minigrpo.evaluate(engine, inputs, Config(stop=stop), world) == {"eval/accuracy": 1.0}
     assert engine.options["stop"] == stop
 
@@ -352,7 +352,7 @@ def test_rollouts_take_ids_as_sampled():
     engine = FakeEngine(groups)
     prompts = [(4, Prompt("a", [3], {})), (9, Prompt("b", [3, 3], {}))]
     c = Config(num_generations=2, max_completion_length=3, temperature=0.6, seed=11)
-    generate = lambda prompts: minigrpo.generate_rollouts(engine, prompts, 5, FakeTokenizer(), c.seed, c.sampling)
+    generate = lambda prompts: minigrpo.generate_rollouts(engine, prompts, 5, FakeTokenizer(), c)
     made = generate(prompts)
     assert [(r.completion_ids, r.sampler_logps) for r in made] == [pair for group in groups for pair in group]
     assert [r.truncated for r in made] == [False, True, False, True]

@@ -150,13 +150,13 @@ class FakeScorer:
 
 
 def inputs(scorer, held_out=()):
-    return Inputs(TOKENIZER, PromptSet(PROMPTS, [], [], ""), held_out, scorer, policy=None, updates=9, schedule=9)
+    return Inputs(None, None, TOKENIZER, PromptSet(PROMPTS, [], [], ""), held_out, scorer, updates=9, schedule=9)
 
 
 def a_step(c, step, mine, differs):
     engine, scorer = FakeEngine(), FakeScorer(differs)
     batch = draw_prompts(PROMPTS, step, c)
-    rollouts = generate_rollouts(engine, [batch[slot] for slot in mine], step, TOKENIZER, c.seed, c.sampling)
+    rollouts = generate_rollouts(engine, [batch[slot] for slot in mine], step, TOKENIZER, c)
     rollouts = resample_groups(engine, rollouts, step, inputs(scorer), c)
     return engine, scorer, score_rollouts(rollouts, scorer, c.num_generations)
 
