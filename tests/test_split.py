@@ -1,15 +1,16 @@
 """--split: the last rank only generates. Against --colocate with the real engine, and its parts with a fake one.
 
-    python tests/test_split.py WHAT OUT        # one of the processes that `several` starts
+    python tests/test_split.py WHAT OUT        # the ranks that `several` starts
 """
 
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-import tempfile
 import time
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -25,9 +26,8 @@ from colocate import Completion
 from engines import RemoteEngine
 from sharded import World
 
+PATIENT = 600  # seconds
 MARK = "MINIGRPO_TEST_MARK"  # in the environment of all that a test starts, and so of its children too
-# 5 prompts over 2 trainers: their shares differ in size.
-FLAGS = ["--eval_steps", "2", "--save_steps", "2", "--prompts_per_step", "5", "--num_generations", "4"]
 
 
 def left_over(mark) -> list[str]:
@@ -43,7 +43,7 @@ def left_over(mark) -> list[str]:
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     monkeypatch.setenv(MARK, str(tmp_path))
-    return lambda size, out, *flags: ranks.start(size, "minigrpo.py", "--out", out, *FLAGS, *flags)
+    return lambda out, flags: ranks.start(3, "minigrpo.py", "--split", "--out", out, *flags)
 
 
 def rows(file: Path) -> list[dict]:
@@ -52,17 +52,18 @@ def rows(file: Path) -> list[dict]:
 
 # ---- The whole program with the real engine ----------------------------------------------------------------
 
-def test_split_is_the_same_run_as_colocate_and_says_when_it_is_finished(start, tmp_path):
+def test_split_is_the_same_run_as_colocate_when_it_is_stopped_and_continued_and_says_that_it_is_finished(
+        start, colocated, tmp_path, monkeypatch):
     """Both shares of prompts, seeds and updates are those of two trainers. Only the engine's batch differs: all
     prompts in one, or each rank's own. That may change the last bits of a log-probability, hence of an update,
     and from there on everything: so the first two steps are compared in full, as in test_loss.py, and later
     ones only by accuracy."""
     import minigrpo
-    split, colocated = tmp_path / "split", tmp_path / "colocate"
-    text = ranks.finish(start(3, split, "--split", "--max_steps", "4"))  # it ended with 0
+    split, (colocated, flags) = tmp_path / "split", colocated
+    stopped_in_its_second_step(start, split, flags, tmp_path, monkeypatch)
+    text = ranks.finish(start(split, flags))  # it ended with 0
     assert not left_over(tmp_path)
-    assert "tiny on 2 ranks" in text and "done: accuracy" in text
-    ranks.finish(start(2, colocated, "--colocate", "--max_steps", "4"))
+    assert "tiny on 2 ranks" in text and "continues after update 2" in text and "done: accuracy" in text
     taught = 0.0
     for step in (0, 1):
         ours, theirs = (rows(run / f"rollouts/step_{step}.jsonl") for run in (split, colocated))
@@ -95,28 +96,34 @@ def test_split_is_the_same_run_as_colocate_and_says_when_it_is_finished(start, t
     assert len(list((split / "latest/optimizer").iterdir())) == 2  # the generating rank has no shard
 
     before = (split / "metrics.jsonl").read_bytes()
-    text = ranks.finish(start(3, split, "--split", "--max_steps", "4"))  # no engine is ever wanted
+    text = ranks.finish(start(split, flags))  # no engine is ever wanted
     assert "finished run" in text and "→" in text and (split / "metrics.jsonl").read_bytes() == before
     assert not left_over(tmp_path)
 
 
-def test_sigterm_saves_and_ends_all_ranks(start, tmp_path):
-    out = tmp_path / "run"
-    process, log = start(3, out, "--split", "--max_steps", "5000")
-    metrics, end = out / "metrics.jsonl", time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < end:
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= 3:
-            break
+def stopped_in_its_second_step(start, out, flags, tmp_path, monkeypatch) -> None:
+    """SIGTERM saves, and ends all ranks."""
+    hold, metrics, end = tmp_path / "hold", out / "metrics.jsonl", time.monotonic() + PATIENT
+    hold.write_text("1")
+    with monkeypatch.context() as patch:
+        patch.setenv("HOLD", str(hold))
+        process, log = start(out, flags)
+    while not Path(f"{hold}.held").exists():
+        assert process.poll() is None and time.monotonic() < end, ranks.printed(log)
         time.sleep(0.05)
-    running, began = left_over(tmp_path), time.monotonic()
-    process.terminate()
-    assert process.wait(60) == 1, ranks.printed(log)  # so ends torchrun when it is signalled
-    assert time.monotonic() - began < 25, "torchrun had to kill its ranks: it waits 30 seconds"
+    running = left_over(tmp_path)
     assert len([line for line in running if "torch.distributed" not in line]) >= 3  # left_over() does see them
+    process.terminate()
+    while "closing signal" not in ranks.printed(log):  # torchrun passes it on
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    hold.unlink()
+    assert process.wait(PATIENT) == 1, ranks.printed(log)  # so ends torchrun when it is signalled
     log.seek(0)
     text, state = log.read(), json.loads((out / "latest/trainer.json").read_text())
-    assert state["stopped"] and state["step"] == len(rows(metrics)) < 5000
-    assert f"stopped after update {state['step']}: the same command continues" in text
+    assert "forcefully" not in text, "torchrun had to kill its ranks: it waits 30 seconds"
+    assert state["stopped"] and state["step"] == len(rows(metrics)) == 2
+    assert "stopped after update 2: the same command continues" in text
     assert 'minigrpo.py", line' not in text  # no rank failed; a traceback of torchrun's own names the signal
     assert not left_over(tmp_path)
 
@@ -167,7 +174,7 @@ def worker(what: str, out: str) -> None:
 
     def die_at(moment):
         while what == moment:
-            if len(list(Path(out).glob("joined*"))) == 3:
+            if len(list(Path(out).glob("joined*"))) == world.world_size + 1:
                 os._exit(7)
 
     die_at("before an engine is wanted")
@@ -195,20 +202,46 @@ def several(what: str, out: Path, trainers: int = 2) -> list:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {**os.environ, "WORLD_SIZE": str(trainers + 1), "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
-    logs = [tempfile.TemporaryFile("w+") for _ in range(trainers + 1)]
-    processes = [subprocess.Popen([sys.executable, __file__, what, str(out)], stderr=log,
-                                  env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-                 for rank, log in enumerate(logs)]
+    subprocess.run([sys.executable, __file__, what, str(out)], env=environment, timeout=2 * PATIENT)
+    return [(int((out / f"code{rank}").read_text()), (out / f"log{rank}").read_text()) for rank in range(trainers + 1)]
+
+
+def fork_ranks(what: str, out: str) -> None:
+    """The ranks are copies of this process: torch is imported once for all of them."""
+    pids = [fork_rank(rank, what, out) for rank in range(int(os.environ["WORLD_SIZE"]))]
+    codes = [wait(pid, PATIENT) for pid in pids[:-1]]
+    codes.append(wait(pids[-1], 100))  # a few seconds after the trainers, where the machine is not busy
+    for rank, code in enumerate(codes):
+        Path(out, f"code{rank}").write_text(str(code))
+
+
+def fork_rank(rank: int, what: str, out: str) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.dup2(os.open(Path(out, f"log{rank}"), os.O_WRONLY | os.O_CREAT), 2)
+    code = 1
     try:
-        for process in processes[:-1]:
-            process.wait(60)
-        processes[-1].wait(10)  # a few seconds after the trainers
-    except subprocess.TimeoutExpired:
-        pass  # shows as the exit code of SIGKILL
-    for process in processes:
-        process.kill()
-        process.wait()
-    return [(p.returncode, log.seek(0) or log.read()) for p, log in zip(processes, logs)]
+        worker(what, out)
+        code = 0
+    except SystemExit as error:
+        code = error.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def wait(pid: int, seconds: float) -> int:
+    """The exit code; that of SIGKILL where it takes longer."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            return os.waitstatus_to_exitcode(ended[1])
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.parametrize("trainers", [1, 2])
@@ -267,4 +300,4 @@ def test_mistakes_with_split_name_what_to_do(monkeypatch):
 
 
 if __name__ == "__main__":
-    worker(*sys.argv[1:])
+    fork_ranks(*sys.argv[1:])
