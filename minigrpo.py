@@ -496,8 +496,8 @@ def make_micro_batches(policy, rollouts, c, world):
     trained = [r.trained(c.mask_truncated_completions) for r in rollouts]
     counts = [len(tokens) for tokens in trained]
     denominators = LOSSES[c.loss_type].denominators(counts, c.max_completion_length)
-    # Without those of which no token trains.
-    work = [item for item in zip(rollouts, trained, denominators) if item[1]]
+    everything = zip(rollouts, trained, denominators)
+    work = [(r, tokens, denominator) for r, tokens, denominator in everything if tokens]
     # By FLOP, not by tokens: attention makes long sequences dearer than their length says.
     costs = [policy.update_flops([r.length]) for r, _, _ in work]
     mine = [work[i] for i in balance(costs, world.world_size)[world.rank]]
@@ -537,21 +537,26 @@ def pack(lengths, budget):
 
 def join(work, policy):
     """The MicroBatch of some completions. work: each with its tokens that train and their denominator."""
-    rollouts, stream, places, completion = [], [], [], []
-    sampler_logp, advantage, weight = [], [], []
-    for r, tokens, denominator in work:
+    stream, places, sampler_logp = [], [], []
+    for r, tokens, _ in work:
         first = len(stream) + len(r.prompt_ids)
         stream += r.prompt_ids + r.completion_ids
         places += [first + k for k in tokens]
-        completion += [len(rollouts)] * len(tokens)
         sampler_logp += [r.sampler_logps[k] for k in tokens]  # the broken ones stay out, and so out of exp
-        advantage += [r.advantage] * len(tokens)
-        weight += [1 / denominator] * len(tokens)
-        rollouts.append(r)
-    tensors = [torch.tensor(numbers) for numbers in (stream, places, completion)]
+    counts = torch.tensor([len(tokens) for _, tokens, _ in work])
+    completion = torch.arange(len(work)).repeat_interleave(counts)  # [T]
     wide = torch.promote_types(policy.dtype, torch.float32)  # as token_logprobs returns them
-    tensors += [torch.tensor(numbers, dtype=wide) for numbers in (sampler_logp, advantage, weight)]
-    return MicroBatch(rollouts, *[model.upload(tensor, policy.device) for tensor in tensors])
+    advantage = torch.tensor([r.advantage for r, _, _ in work], dtype=wide)
+    weight = torch.tensor([1 / denominator for _, _, denominator in work], dtype=wide)
+    upload = functools.partial(model.upload, device=policy.device)
+    return MicroBatch(
+        rollouts=[r for r, _, _ in work],
+        stream=upload(torch.tensor(stream)),
+        places=upload(torch.tensor(places)),
+        completion=upload(completion),
+        sampler_logp=upload(torch.tensor(sampler_logp, dtype=wide)),
+        advantage=upload(advantage[completion]),
+        weight=upload(weight[completion]))
 
 
 def gather_old_logps(batches, world):

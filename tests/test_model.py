@@ -105,6 +105,31 @@ def test_chunked_logprobs_equal_the_plain_formula(temperature, chunk):
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(got, expected))
 
 
+def test_bf16_is_widened_before_temperature_softmax_and_sums():
+    """Of bf16 operands and bf16 logits, as vLLM has them: everything after the matrix product is in fp32."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=g).bfloat16().requires_grad_() for n in (4096, 50))
+    targets = torch.randint(0, 50, (4096,), generator=g)
+    logp, entropy = token_logprobs(hidden, weight, targets, temperature=0.7, chunk=16)
+    table = ((hidden @ weight.T).float() / 0.7).log_softmax(-1)
+    assert logp.dtype == torch.float32 and (logp - table.gather(-1, targets[:, None]).squeeze(-1)).abs().max() < 1e-5
+    assert (entropy + (table.exp() * table).sum(-1)).abs().max() < 1e-5
+    got, = torch.autograd.grad(logp.sum(), weight)
+    onehot = torch.nn.functional.one_hot(targets, 50).double()
+    exact = ((onehot - table.exp().double()) / 0.7).bfloat16().double().T @ hidden.double()  # as bf16 goes into the product
+    assert (got.double() - exact).norm() < 4e-3 * exact.norm()  # 256 sums in bf16 would be off by more
+
+
+def test_angles_of_a_bf16_policy_are_computed_in_fp32(folders):
+    folder, _ = folders("qwen2-tied")
+    exact, rounded = Policy.from_folder(folder), Policy.from_folder(folder, dtype=torch.bfloat16)
+    tokens = tokens_of([500])  # bf16 has no odd numbers above 256
+    with torch.no_grad():
+        want, got = exact.packed(tokens, [500]), rounded.packed(tokens, [500]).float()
+    errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    assert errors[:100].mean() < 0.1 and errors[300:].mean() < 1.5 * errors[:100].mean()
+
+
 def test_chunked_logprobs_never_hold_tokens_by_vocabulary():
     """Peak resident memory of forward and backward stays far under one [tokens, vocabulary] block (400 MB here)."""
     program = """
