@@ -1,6 +1,6 @@
 """What the tests of the loss and of the optimizer run on one rank in their own process, and on several:
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 tests/ranks.py CHECKPOINT OUT
+    python tests/ranks.py CHECKPOINT OUT 2        # the number of ranks
 
 Every rank writes what it saw to OUT/rank_N.pt. Here are only inputs and calls; the expectations, worked out
 by hand or by other code, stand in the tests.
@@ -24,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import forks
 import torch
 
 from config import TINY, Config
@@ -127,7 +128,9 @@ def outcome(size: int) -> list[dict] | AssertionError:
         return [all_jobs(checkpoint()[0], World())]
     with tempfile.TemporaryDirectory() as out:
         try:
-            finish(start(size, "tests/ranks.py", checkpoint()[0], out))
+            subprocess.run([sys.executable, "tests/ranks.py", checkpoint()[0], out, str(size)], cwd=ROOT)
+            logs = "".join(path.read_text() for path in Path(out).glob("log_*"))
+            assert len(list(Path(out).glob("rank_*.pt"))) == size, logs
         except AssertionError as error:
             return error  # ranks that hang once are not waited for by every test
         return [torch.load(Path(out) / f"rank_{rank}.pt") for rank in range(size)]
@@ -288,8 +291,10 @@ def all_jobs(folder, world: World) -> dict:
 def main(folder: str, out: str) -> None:
     world = World()
     torch.save(all_jobs(folder, world), Path(out) / f"rank_{world.rank}.pt")
+    world.barrier("all jobs")  # rank 0 has the store
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    checkpoint_folder, results_folder, size = sys.argv[1:]
+    forks.fork(int(size), lambda: main(checkpoint_folder, results_folder), results_folder)

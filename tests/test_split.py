@@ -1,19 +1,18 @@
 """--split: the last rank only generates. Against --colocate with the real engine, and its parts with a fake one.
 
-    python tests/test_split.py WHAT OUT        # the ranks that `several` starts
+    python tests/test_split.py WHAT OUT SIZE        # the ranks that `several` starts
 """
 
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import forks
 import pytest
 import ranks
 import tokenizers
@@ -200,48 +199,9 @@ def several(what: str, out: Path, trainers: int = 2) -> list:
     """Trainers and a generating rank, without torchrun, which would end the others itself. The store is ours, as it
     would be torchrun's, and so outlives the trainers. Returns [(exit code, standard error)]."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "WORLD_SIZE": str(trainers + 1), "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, __file__, what, str(out)], env=environment, timeout=2 * PATIENT)
-    return [(int((out / f"code{rank}").read_text()), (out / f"log{rank}").read_text()) for rank in range(trainers + 1)]
-
-
-def fork_ranks(what: str, out: str) -> None:
-    """The ranks are copies of this process: torch is imported once for all of them."""
-    pids = [fork_rank(rank, what, out) for rank in range(int(os.environ["WORLD_SIZE"]))]
-    codes = [wait(pid, PATIENT) for pid in pids[:-1]]
-    codes.append(wait(pids[-1], 100))  # a few seconds after the trainers, where the machine is not busy
-    for rank, code in enumerate(codes):
-        Path(out, f"code{rank}").write_text(str(code))
-
-
-def fork_rank(rank: int, what: str, out: str) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.dup2(os.open(Path(out, f"log{rank}"), os.O_WRONLY | os.O_CREAT), 2)
-    code = 1
-    try:
-        worker(what, out)
-        code = 0
-    except SystemExit as error:
-        code = error.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def wait(pid: int, seconds: float) -> int:
-    """The exit code; that of SIGKILL where it takes longer."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if (ended := os.waitpid(pid, os.WNOHANG))[0]:
-            return os.waitstatus_to_exitcode(ended[1])
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    done = subprocess.run([sys.executable, __file__, what, str(out), str(trainers + 1)], env=environment, stdout=subprocess.PIPE, text=True)
+    return [(code, (out / f"log_{rank}").read_text()) for rank, code in enumerate(json.loads(done.stdout))]
 
 
 @pytest.mark.parametrize("trainers", [1, 2])
@@ -300,4 +260,6 @@ def test_mistakes_with_split_name_what_to_do(monkeypatch):
 
 
 if __name__ == "__main__":
-    fork_ranks(*sys.argv[1:])
+    what, out, size = sys.argv[1:]
+    # The last rank is to end a few seconds after the trainers, where the machine is not busy.
+    print(json.dumps(forks.fork(int(size), lambda: worker(what, out), out, last=100)))
