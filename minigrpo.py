@@ -27,6 +27,7 @@ import signal
 import statistics
 import sys
 import time
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -551,10 +552,11 @@ def join(work, policy):
     upload = functools.partial(model.upload, device=policy.device)
     return MicroBatch(
         rollouts=[r for r, _, _ in work],
-        stream=upload(torch.tensor(stream)),
-        places=upload(torch.tensor(places)),
+        # By way of arrays: torch.tensor takes 0.4 µs for each number of a list, which is 5 % of an update.
+        stream=upload(torch.asarray(array("q", stream), dtype=torch.int64)),
+        places=upload(torch.asarray(array("q", places), dtype=torch.int64)),
         completion=upload(completion),
-        sampler_logp=upload(torch.tensor(sampler_logp, dtype=wide)),
+        sampler_logp=upload(torch.asarray(array("d", sampler_logp), dtype=torch.float64).to(wide)),
         advantage=upload(advantage[completion]),
         weight=upload(weight[completion]))
 
@@ -563,11 +565,13 @@ def gather_old_logps(batches, world):
     """{slot: log-probabilities of its tokens before the update, None for a token that does not train}."""
     mine = {}
     for batch in batches:
-        logps = dict(zip(batch.places.tolist(), batch.old_logp.tolist()))
+        logps = [None] * len(batch.stream)
+        for place, logp in zip(batch.places.tolist(), batch.old_logp.tolist()):
+            logps[place] = logp
         end = 0
         for r in batch.rollouts:
             end += r.length
-            mine[r.slot] = [logps.get(place) for place in range(end - len(r.completion_ids), end)]
+            mine[r.slot] = logps[end - len(r.completion_ids):end]
     return functools.reduce(dict.__or__, world.all_gather(mine))
 
 
