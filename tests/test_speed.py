@@ -363,17 +363,18 @@ def test_ragged_lengths_of_the_bench_are_as_promised():
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_bench_on_two_cpu_ranks(tmp_path, monkeypatch, ragged):
+def test_bench_on_cpu_ranks(tmp_path, monkeypatch, ragged):
+    size = 2 if ragged else 1  # an engine takes a quarter of a minute to start
     (tmp_path / "model").mkdir()
     write_checkpoint(tmp_path / "model", "qwen3-tied", scale=3.0, vocab_size=320)
     write_tokenizer(tmp_path / "model")
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # where the benchmark has its run folder
     flags = ["--ragged"] if ragged else []
-    ranks.finish(ranks.start(2, "tests/bench.py", tmp_path / "model", "--completion", 16, "--steps", 4, "--prompts", 2,
-                             "--generations", 4, "--label", "x", "--results", tmp_path / "results", *flags), 200)
+    ranks.finish(ranks.start(size, "tests/bench.py", tmp_path / "model", "--completion", 16, "--steps", 4, "--prompts", 4 // size,
+                             "--generations", 4, "--label", "x", "--results", tmp_path / "results", *flags))
     row = json.loads((tmp_path / "results/bench-x.json").read_text())
     assert set(row["parts_s"]) == {"wake", "push", "kv", "generate", "sleep", "reward", "update"}
-    assert 0.9 < row["parts_over_step"] <= 1.02 and row["gpus"] == 2
+    assert 0.9 < row["parts_over_step"] <= 1.02 and row["gpus"] == size
     assert row["pushes"] == 5 and row["checksums_equal"] and row["logprob_gap/mean"] < 1e-5
     assert row["step_s"] <= row["wall_s"] and row["parts_s"]["update"] > 0 and row["engine_start_s"] > 0
     [run] = tmp_path.glob("bench-*/run")
@@ -388,7 +389,7 @@ def test_bench_on_two_cpu_ranks(tmp_path, monkeypatch, ragged):
         trained.append(sum(lengths))
     assert row["trained_tokens"] == statistics.median([*trained[1:], row["rows"][-1]["trained_tokens"]])
     for stage in ("generate", "the backward passes"):
-        assert row["slowest_over_fastest_rank"][stage] >= 1 and len(row["seconds_by_rank"][stage]) == 2
+        assert row["slowest_over_fastest_rank"][stage] >= 1 and len(row["seconds_by_rank"][stage]) == size
     assert not list(run.glob("step_*")) and not (run / "latest").exists()
 
 
