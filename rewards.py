@@ -54,16 +54,20 @@ LOAD_SECONDS = 120  # for importing a file, which may import torch from a networ
 # ---- Built-in rewards --------------------------------------------------------------------------------------
 
 def gsm8k(completions, answer, **kwargs):
-    r"""1.0 where the completion's last number is exactly the gold one (1,072 = 1072.0), else 0.0.
+    r"""1.0 where the completion's number is exactly the gold one (1,072 = 1072.0), else 0.0.
 
-    The number is looked for in the last \boxed{}, else in what follows the last ####, else in the last
-    <answer>, else everywhere; in the gold answer as well. None where that does not hold exactly one number.
+    It is the first number in the last \boxed{}, else after the last ####, else in the last <answer> (of an
+    equation there, the only number after the last =), else the last number of all. None where the gold
+    answer, read in the same way, does not hold exactly one number.
     """
     rewards = []
     for completion, gold in zip(completions, answer):
-        text = text_of(completion)
-        found = last_match(NUMBER, stated_answer(text, unmarked=text))
-        golds = re.findall(NUMBER, gold_answer(gold))
+        text = outside_thoughts(completion)
+        stated = stated_answer(text, unmarked=last_value(text))
+        numbers = re.findall(VALUE, stated.rpartition("=")[2])
+        golds = re.findall(VALUE, gold_answer(gold))
+        unclear = not numbers or "=" in stated and len(numbers) > 1  # 10 = 5 + 5
+        found = "" if unclear else numbers[0]
         rewards.append(compare(found, golds[0]) if len(golds) == 1 else None)
     return rewards
 
@@ -72,14 +76,14 @@ def math_answer(completions, answer, **kwargs):
     r"""1.0 where the completion's answer equals the gold one, else 0.0; None for an empty gold answer.
 
     The answer is the last \boxed{}, else what follows the last ####, else the last <answer>, else the last
-    number or a/b; a gold answer without these marks counts whole. Once $, %, units, \text, \frac and
-    thousands separators are undone, numbers are compared exactly, a bare list in any order, the rest as text.
+    number or the $formula$ that holds it; a gold answer without these marks counts whole. Once $, %, units,
+    \text, \frac and thousands separators are undone, numbers are compared exactly, a bare list in any order,
+    the rest as text. For a gold letter "B", "(B) 12" and "B: 12" are right too.
     """
     rewards = []
     for completion, gold in zip(completions, answer):
-        text = text_of(completion)
-        number = last_match(NUMBER + r"(?:/\d+)?", text)
-        found = stated_answer(text, unmarked=number)
+        text = outside_thoughts(completion)
+        found = stated_answer(text, unmarked=unmarked_answer(text))
         rewards.append(compare(found, gold_answer(gold)))
     return rewards
 
@@ -93,7 +97,7 @@ def countdown(completions, nums, target, **kwargs):
     for completion, numbers, goal in zip(completions, nums, target):
         numbers = sorted(map(int, numbers))
         goal = Fraction(goal)
-        text = re.sub(r"\\div|÷", "/", text_of(completion).strip())
+        text = re.sub(r"\\div|÷", "/", outside_thoughts(completion).strip())
         text = re.sub(r"\\times|\\cdot|×", "*", text)
         equation = stated_answer(text, unmarked=text.rpartition("\n")[2])
         expression = equation.partition("=")[0].strip("$*`. \n")
@@ -153,7 +157,10 @@ NEED_ANSWER = {"gsm8k", "math", "length"}  # without a gold answer they give no 
 # "20-5" in 5. An exponent has three digits at most, so that no number takes long to compute.
 SIGN = r"(?a)(?:(?<![\w.)\]}])-)?\\?\$?"
 POWER = r"(?:[eE][-+]?\d{1,3}(?!\d))?"
-NUMBER = SIGN + r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)" + POWER
+NUMBER = r"(?:(?:(?<!\d,)[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)" + POWER
+# A number or a fraction of any two things: 1 / 2, "1 3/4", 1\frac{3}{4}, \frac{\sqrt{3}}{2}.
+PART = r"\s*(?:\d|\{(?:[^{}]|\{[^{}]*\})*\})"
+VALUE = rf"{SIGN}(?:(?:\d+\s*)?\\[dtc]?frac{PART}{PART}|\d+ +\d+/\d+|{NUMBER}(?:\s*/\s*\d+(?:\.\d+)?)?)"
 
 
 def text_of(completion):
@@ -162,14 +169,21 @@ def text_of(completion):
     return text.replace("\u2212", "-")
 
 
+def outside_thoughts(completion):
+    """The text behind the last </think>, which may close a thought that the chat template opened; nothing of
+    a thought that was never closed."""
+    behind = text_of(completion).rpartition("</think>")[2]
+    return behind.partition("<think>")[0]
+
+
 def gold_answer(gold):
-    """What a row's gold answer states. It may be a number, or None where the row has none."""
-    text = "" if gold is None else text_of(str(gold))
+    """What a row's gold answer states; it may be a number. "" where there is none, or several in a list."""
+    if isinstance(gold, (list, tuple)) and len(gold) == 1:
+        return gold_answer(gold[0])
+    if gold is None or isinstance(gold, (list, tuple, dict)):
+        return ""
+    text = text_of(str(gold))
     return stated_answer(text, unmarked=text)
-
-
-def last_match(pattern, text):
-    return ["", *re.findall(pattern, text)][-1]
 
 
 def stated_answer(text, unmarked):
@@ -184,6 +198,26 @@ def stated_answer(text, unmarked):
     if "<answer>" in before_end:
         return before_end.rpartition("<answer>")[2]
     return unmarked
+
+
+def last_value(text):
+    return ["", *re.findall(VALUE, text)][-1]
+
+
+def unmarked_answer(text):
+    r"""The last formula or bare number of a text; of an equation its last side with a number."""
+    # All that surrounds a formula becomes $; then every other part between two $ is a formula.
+    text = re.sub(r"\\(?:begin|end)\{(?:aligned|gathered|split)\}|\\\$", "", text)
+    text = re.sub(r"(?<!\\)\\[\[\]()]|\$\$|\\(?:begin|end)\{(?:align|gather|equation)\*?\}", "$", text)
+    parts = text.split("$")
+    for k in range(len(parts) - 1, -1, -1):
+        value = last_value(parts[k])
+        if value and k % 2 == 1 and k < len(parts) - 1:
+            sides = re.split(r"(?<![<>])=|\\approx|\\in\b", parts[k])
+            return list(filter(last_value, sides))[-1].rstrip(" .,;\n")
+        if value:
+            return value
+    return ""
 
 
 def in_braces(text):
@@ -201,37 +235,51 @@ def in_braces(text):
 
 # ---- Comparing answers -------------------------------------------------------------------------------------
 
-WORDS = r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
-UNITS = (r"(?:square |cubic )?(?:[ckm]m|kg|units?|degrees?|meters?|inch(?:es)?|feet|miles?|hours?|minutes?|"
-         r"seconds?|days?|years?|dollars?|cents?|percent)")
+WORDS = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
+# Names of units count in plain text too (5 cm), short ones only in \text{} or \mathrm{}: 5 m may be 5m.
+NAMES = (r"(?:[ckm]m|kg|units?|degrees?|(?:centi|kilo|milli)?(?:met(?:er|re)|lit(?:er|re)|gram)s?|"
+         r"inch(?:es)?|foot|feet|yards?|miles?|mph|hours?|minutes?|seconds?|days?|weeks?|months?|years?|dollars?|"
+         r"cents?|percent|pounds?|ounces?|gallons?|quarts?|pints?|cups?|radians?)")
+SHORT = rf"(?:{NAMES}|mi|yd|ft|in|lbs?|oz|hrs?|min|sec|rad|mg|[mM]L|ml|Hz|[mgshLNJWV])"
+UNIT = rf"(?:(?:square|cubic|sq|cu)\.? )?{SHORT}\.?(?:\s?\^\s?\{{?\d\}}?)?"
+QUOTED = rf"\\(?:text|textrm|mathrm|mbox)\s*\{{\s*{UNIT}(?:\s?(?:/|per)\s?{UNIT})?\s*\}}"
 # (pattern, replacement): one spelling for what has several, applied in this order.
 SPELLINGS = [
     (r"[\s~]+", " "),
     (r"\\\\", ";"),  # the end of a matrix row
     # Commands and spaces that only change the layout; $, % and degree signs.
-    (r"\\(?:left|right|displaystyle)(?![a-z])|\\! ?|\\[,;: ]|\\?[$%]|\^\s*\{?\s*\\circ\s*\}?|°", ""),
+    (r"\\(?:left|right|displaystyle)(?![a-z])|\\! ?|\\[,;: ]|\\?[$%]|"
+     r"(?:\^\s*\{?\s*\\circ\s*\}?|°)(?:\s*\\(?:text|mathrm)\s*\{\s*[CF]\s*\})?", ""),
     # A unit at the end: 5\text{ cm}^2, 5 cm.
-    (r"(?<=[\w)}])\s*(?:" + WORDS + r"|(?<=\d)\s*" + UNITS + r")(?:\s*\^\s*\{?\d\}?)?[\s.]*$", ""),
+    (rf"(?<=[\w)}}])\s*(?:{QUOTED}(?:\s*/\s*{QUOTED})?|(?<=\d)\s*(?:square |cubic )?{NAMES})"
+     r"(?:\s*\^\s*\{?\d\}?)?[\s.]*$", ""),
     (WORDS, r" \1 "),
+    (r"\b([ap])\. ?m\b\.?", r"\1m"),  # 9 a.m.
     (r"\s(?:and|or)\s", ","),
     # x = 5; x = 1, x = 2
     (r"^\s*([a-zA-Z])\s*=[^=]*(?:,\s*\1\s*=[^=]*)*$", lambda roots: re.sub(r"[a-zA-Z]\s*=", "", roots[0])),
     # Thousands separators: 1,234, 1 234, 1{,}234; but (1,234), [-100,100] and {100,200} hold two numbers.
-    (r"(?<![\d.,(\[])(?<![(\[]-|\\\{)\d{1,3}(?:(?:[, ]|\{,\})\d{3})+(?![\d,/])",
+    (r"(?<![\d.,(\[])(?<![(\[]-|\\\{)[1-9]\d{0,2}(?:(?:[, ]|\{,\})\d{3})+(?![\d,/])",
      lambda number: re.sub(r"\D", "", number[0])),
-    # \frac12 and \frac{1}{2}, with a space before, so that 1\frac12 becomes 1 1/2.
-    (r"\\[dtc]?frac\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})", r" \1\2/\3\4"),
+    # \frac12 and \frac{1}{2}, between spaces, so that 1\frac12 becomes 1 1/2 and \frac{1}{2}3 becomes 1/2 3.
+    (r"\\[dtc]?frac\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})", r" \1\2/\3\4 "),
     (r"(\\sqrt|[\^_])\s*\{(\w)\}", r"\1\2"),  # \sqrt{2}, x^{2}
     (r"\\(?:[dtc](?=frac)|(?=[a-zA-Z{}]))", ""),  # \dfrac of anything else, and every other backslash
     (r"^\s*(?:\(([^(){},]*)\)|\{([^(){}]*)\})[\s.]*$", r"\1\2"),  # (C), {1, 2}
 ]
-# The groups are sign, whole, top, bottom: of "-1 3/4" they are "-", "1", "3", "4".
-EXACT = r"([-+]?)\s*(?:(\d+)\s+(?=\d+\s*/))?([\d.]+" + POWER + r")(?:\s*/\s*(-?[\d.]+))?"
+# The groups are sign, whole, top, bottom, factor: of "-1 3/4" the first four, of "1/2 3" the last three.
+EXACT = r"([-+]?)\s*(?:(\d+)\s+(?=\d+\s*/))?([\d.]+" + POWER + r")(?:\s*/\s*(-?[\d.]+)(?:\s+(\d+))?)?"
+# A choice and what it says: (B) 12, \textbf{(B)}\ 12, B: 12; but not (B) + 1, and not "(B) and (C)".
+CHOICE = (r"(?s)^[\s$*]*(?:\\(?:text\w*|math\w+)\s*\{)?\s*\(?([A-J])(?:[).:]\s*\}?|\})"
+          r"(?!\s*[-+*/^_=!'])(?!.*\b[A-J]\b).*")
+CHOICES = [[[letter]] for letter in "abcdefghij"]
 
 
 def compare(found, gold):
     """1.0 for equal answers, 0.0 for others, None for an empty gold one."""
     target = canonical(gold)
+    if target in CHOICES:
+        found = re.sub(CHOICE, r"\1", found)
     return float(canonical(found) == target) if any(target) else None
 
 
@@ -259,12 +307,14 @@ def exact(part):
     """The number that `part` spells, or else its text without spaces and capitals."""
     number = re.fullmatch(EXACT, part)
     if number:
-        sign, whole, top, bottom = number.groups()
+        sign, whole, top, bottom, factor = number.groups()
         # What is no number after all stays text: "1.2.3", "1/0", more digits than int() takes.
         with suppress(ZeroDivisionError, ValueError):
             size = Fraction(whole or 0) + Fraction(top) / Fraction(bottom or 1)
+            if factor:
+                size *= Fraction(factor)
             return -size if sign == "-" else size
-    return part.replace(" ", "").casefold()
+    return re.sub(r"(?<!\d) | (?!\d)", "", part).casefold()  # "1/2 3" is not 1/23
 
 
 def evaluate(expression):

@@ -118,6 +118,30 @@ GSM8K = [  # completion, gold, reward
     ("72", None, None),
     ("12", "10 to 12", None),
     ("72 dollars", "72 dollars", 1),
+    # the first number of what is marked, as the authors of the data set read it
+    ("#### 10 (5 each)", "10", 1),
+    ("#### 10 (5 each)", "5", 0),
+    ("<answer>10, that is 5 each</answer>", "10", 1),
+    ("<answer>10, that is 5 each</answer>", "5", 0),
+    (r"\boxed{10 \text{ (2 bags)}}", "2", 0),
+    (r"\boxed{3/4}", "4", 0),
+    (r"\boxed{3/4}", "3", 0),
+    (r"\boxed{3/4}", "0.75", 1),
+    (r"\boxed{5 + 7 = 12}", "12", 1),
+    (r"\boxed{5 + 7 = 12}", "5", 0),
+    ("#### 10 = 5 + 5", "5", 0),
+    # fractions without a mark
+    (r"The answer is $\frac{1}{2}$.", "2", 0),
+    (r"The answer is $\frac{1}{2}$.", "1/2", 1),
+    (r"The answer is $-\dfrac12$.", "-0.5", 1),
+    (r"The answer is \frac{\sqrt{3}}{2}.", "2", 0),
+    (r"It is 1\frac{3}{4}.", "1.75", 1),
+    ("It is 1 3/4 hours.", "1.75", 1),
+    ("It is 1 3/4 hours.", "0.75", 0),
+    ("It is 1 / 2.", "2", 0),
+    ("It is 1 / 2.", "0.5", 1),
+    (r"\boxed{0,245}", "245", 0),  # a list
+    ("1,2,345", "2345", 0),
 ]
 
 MATH = [
@@ -141,6 +165,29 @@ MATH = [
     ("4", r"\boxed{}", None),
     ("4", "", None),
     ("4", None, None),
+    # without a mark: the last number, or the formula that holds it
+    (r"The answer is $\frac{1}{2}$.", r"\frac{1}{2}", 1),
+    (r"The answer is $\frac{1}{2}$.", "2", 0),
+    (r"The answer is \frac{1}{2}.", "0.5", 1),
+    (r"The answer is \frac{1}{2}.", "2", 0),
+    ("it is 1 / 2", "0.5", 1),
+    ("it is 1 / 2", "2", 0),
+    ("it is 2 1/2", "2.5", 1),
+    ("it is 2 1/2", "0.5", 0),
+    (r"So $x = 2\sqrt{3}$, which is real.", r"2\sqrt{3}", 1),
+    (r"So $x = 2\sqrt{3}$, which is real.", "3", 0),
+    (r"It is \(2^{10}\).", "10", 0),
+    (r"Thus \[\begin{aligned} y &= 3 + 4 \\ &= 7. \end{aligned}\]", "7", 1),
+    ("Thus\n\\begin{align*}\ny &= 3 + x \\\\\n&= x + 7.\n\\end{align*}", "x+7", 1),
+    ("$$3 + 4 = 7$$", "7", 1),
+    ("Thus $5 = x.$", "5", 1),
+    (r"the set is $x \in (3, 4].$", "(3,4]", 1),
+    (r"the set is $x \in (3, 4].$", "4", 0),
+    (r"$7!\times 2!=10,\!080$", "10080", 1),
+    ("of $20 he pays $5 and keeps $15", "15", 1),
+    (r"of \$20 he keeps \$15", "15", 1),
+    ("it is $5", "5", 1),
+    ("", "", None),
     # intervals, and lists with and without brackets
     (r"\boxed{[0,100]}", "[0, 100]", 1),
     (r"\boxed{100}", "(0,100)", 0),
@@ -179,6 +226,32 @@ MATH = [
     (r"\boxed{5xy}", "5", 0),
     (r"\boxed{5\pi}", "5", 0),
     (r"\boxed{x=5}", "5", 1),
+    # only what is a unit is a unit
+    (r"\boxed{1-5}", r"$1-5\mathrm{i}$", 0),
+    (r"\boxed{1-5i}", r"$1-5\mathrm{i}$", 1),
+    (r"\boxed{3\mathbf{x}}", "3", 0),
+    (r"\boxed{9\text{ p.m.}}", r"9\text{ a.m.}", 0),
+    (r"\boxed{9\text{ am}}", r"9\text{ a.m.}", 1),
+    (r"\boxed{2}", r"\textcircled{2}\textcircled{3}", 0),
+    (r"\boxed{\textcircled{2}\textcircled{3}}", r"\textcircled{2}\textcircled{3}", 1),
+    (r"\boxed{5\text{ or more}}", "5", 0),
+    (r"\boxed{10\text{ million}}", "10", 0),
+    (r"\boxed{5\text{ cm or more}}", "5", 0),
+    (r"\boxed{25 \mathrm{~ft} / \mathrm{s}}", "25", 1),
+    (r"\boxed{25\text{ miles per hour}}", "25", 1),
+    (r"\boxed{25\text{ km/h}}", "25", 1),
+    (r"\boxed{25\text{ sq. ft}}", "25", 1),
+    (r"\boxed{25\text{ m}^{2}}", r"25 \mathrm{~m}^2", 1),
+    (r"\boxed{32^{\circ} \mathrm{F}}", "32", 1),
+    (r"\boxed{5 m}", "5", 0),  # 5 times m
+    # where a number ends
+    (r"\boxed{0,245}", "245", 0),
+    (r"\boxed{0,245}", "0, 245", 1),
+    (r"\boxed{\frac{1}{2}3}", r"\frac{3}{2}", 1),
+    (r"\boxed{\frac{1}{2}3}", r"\frac{1}{23}", 0),
+    (r"\boxed{\frac123}", r"\frac{1}{23}", 0),
+    (r"\boxed{x\frac{1}{2}3}", r"x\frac{1}{23}", 0),
+    (r"\boxed{x\frac{1}{2}3}", r"x \frac12 3", 1),
     (r"\boxed{\left( 5 \right)}", "5", 1),
     (r"\boxed{9007199254740993}", "9007199254740992", 0),
     (r"\boxed{1/0}", "1/0", 1),  # no number, but the same text
@@ -198,6 +271,20 @@ MATH = [
     (r"\boxed{\text{Tuesday}}", "tuesday", 1),
     (r"\boxed{Monday}", "tuesday", 0),
     (r"\boxed{\textbf{(C)}}", "C", 1),
+    # multiple choice
+    (r"\boxed{\textbf{(B)}\ 12}", "B", 1),
+    (r"\boxed{\text{(B) }12}", "(B)", 1),
+    (r"\boxed{B: 12}", "B", 1),
+    ("<answer>B)</answer>", "B", 1),
+    ("<answer>(B) 12</answer>", r"\text{(B)}", 1),
+    ("<answer>B. twelve</answer>", "B", 1),
+    (r"\boxed{C: 12}", "B", 0),
+    (r"\boxed{(B) and (C)}", "B", 0),
+    (r"\boxed{B: C}", "B", 0),
+    (r"\boxed{(B)^2}", "B", 0),
+    (r"\boxed{B + 1}", "B", 0),
+    (r"\boxed{12}", "B", 0),
+    (r"\boxed{B: 12}", "12", 0),
     (r"\boxed{x + 1}", "x+1", 1),
     (r"\boxed{x^{2}}", "x^2", 1),
     (r"\boxed{x^{2}0}", "x^{20}", 0),
@@ -205,6 +292,23 @@ MATH = [
     (r"\boxed{2\sqrt3}", r"2 \sqrt{3}", 1),
     (r"\boxed{\dfrac{\sqrt{3}}{2}}", r"\frac{\sqrt{3}}{2}", 1),
     (r"\boxed{5 pi}", r"5\pi", 1),
+]
+
+# What counts stands behind the last thought; one that never closed holds no answer. For gsm8k and math.
+THOUGHTS = [
+    (r"<think>\boxed{4}? No.</think>The answer is 5.", "4", 0),
+    (r"<think>\boxed{4}? No.</think>The answer is 5.", "5", 1),
+    (r"\boxed{4}? No.</think>The answer is 5.", "4", 0),  # the chat template wrote <think>
+    (r"\boxed{4}? No.</think>The answer is 5.", "5", 1),
+    ("<think>#### 4\n</think>5", "4", 0),
+    ("<think>#### 4\n</think>5", "5", 1),
+    ("<think><answer>4</answer></think>5", "4", 0),
+    ("<think><answer>4</answer></think>5", "5", 1),
+    (r"<think>a</think>\boxed{5}<think>\boxed{4}</think>so 5", "4", 0),
+    (r"<think>Is it \boxed{4}", "4", 0),
+    (r"<think>\boxed{4}</think>", "4", 0),
+    ("<think>a</think><answer>4</answer>", "4", 1),
+    (r"\boxed{4} <think>or 5", "4", 1),
 ]
 
 COUNTDOWN = [  # completion, nums, target, reward
@@ -243,6 +347,9 @@ COUNTDOWN = [  # completion, nums, target, reward
     ("<answer>()</answer>", [24], 24, 0),
     ("<answer>08 + 16</answer>", [8, 16], 24, 0),
     ("", [24], 24, 0),
+    ("<think><answer>4 + 20</answer>", [4, 20], 24, 0),
+    ("<think><answer>4 + 20</answer></think>\n4 * 20", [4, 20], 24, 0),
+    ("<answer>4 * 20</answer></think>4 + 20", [4, 20], 24, 1),
 ]
 
 FORMAT = [
@@ -267,6 +374,7 @@ FORMAT = [
 def test_built_ins():
     assert wrong(gsm8k, GSM8K) == []
     assert wrong(math_answer, MATH) == []
+    assert wrong(gsm8k, THOUGHTS) == wrong(math_answer, THOUGHTS) == []
     assert wrong(countdown, COUNTDOWN) == []
     assert wrong(BUILTINS["format"], FORMAT) == []
 
@@ -327,6 +435,16 @@ def test_an_unparseable_gold_never_scores():
     assert wrong(gsm8k, rows) == wrong(math_answer, rows) == []
 
 
+def test_golds_that_are_lists_or_objects(capfd):
+    """One entry is taken as that entry; what has several, or names, is no answer, and the scorer says so."""
+    for gold, reward in [(["4"], 1), ([4], 1), ([["4"]], 1), (["4", "5"], None), ({"value": "4"}, None), ([], None)]:
+        assert one(gsm8k, "4", gold) == one(math_answer, "4", gold) == reward, gold
+    with Scorer(["math", "gsm8k"], workers=0) as scorer:
+        assert scored(scorer, group("4", answer={"value": "4"})) == [[None]]
+    said = capfd.readouterr().err
+    assert "math: None for all completions of its first batch" in said and "gsm8k: None for all" in said
+
+
 def test_a_countdown_row_without_target_is_an_error_of_its_completions():
     for nums, target in [([24], None), ([24], "x"), (None, 24), (["x"], 24)]:
         with pytest.raises((TypeError, ValueError)):
@@ -337,6 +455,8 @@ LONG = 25_000
 HOSTILE_TEXTS = [text * LONG for text in ("1,", "1 ", "1/", "1.", ". ", "{", "}", "(", "-", ".", "#", "^{", "x=", "\n")]
 HOSTILE_TEXTS += [text * 5000 for text in (r"\boxed{", r"\boxed", "<answer>", "<think>", r"\text{", r"\frac{1}")]
 HOSTILE_TEXTS += [text * 5000 for text in ("123,456,", "<think>a</think><answer>")]
+HOSTILE_TEXTS += [text * 5000 for text in (r"\frac{", r"\frac{{}", r"\frac{}", "$1", r"\(x", "1 1/", "(B) ", r"5\text{ cm")]
+HOSTILE_TEXTS += [text * 5000 for text in (r"5\mathrm{m}/", "5 cm ", "0,245", "1 / ", "x =", r"\begin{align}1", "</think>")]
 HOSTILE_TEXTS += [" " * LONG + "x", "9" * LONG + "x", "1" + " " * LONG + "x"]
 
 
