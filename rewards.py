@@ -266,6 +266,7 @@ SPELLINGS = [
     (r"(\\sqrt|[\^_])\s*\{(\w)\}", r"\1\2"),  # \sqrt{2}, x^{2}
     (r"\\(?:[dtc](?=frac)|(?=[a-zA-Z{}]))", ""),  # \dfrac of anything else, and every other backslash
     (r"^\s*(?:\(([^(){},]*)\)|\{([^(){}]*)\})[\s.]*$", r"\1\2"),  # (C), {1, 2}
+    (r" +", " "),
 ]
 # The groups are sign, whole, top, bottom, factor: of "-1 3/4" the first four, of "1/2 3" the last three.
 EXACT = r"([-+]?)\s*(?:(\d+)\s+(?=\d+\s*/))?([\d.]+" + POWER + r")(?:\s*/\s*(-?[\d.]+)(?:\s+(\d+))?)?"
