@@ -4,14 +4,18 @@
 """
 
 import collections
+import itertools
 import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import numpy
 import tokenizers
 import torch
 import torch.distributed as dist
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.request import RequestStatus
 
 import colocate
 from colocate import ColocatedEngine
@@ -111,6 +115,61 @@ seen["without"] = [scheduler.usable, calls["schedule_decoding"]]
 run("plain")
 scheduler.usable = True
 run("short")
+
+
+def drive(kind, blocks=0):
+    """The log of an asynchronous scheduler, as a GPU has it: each step is scheduled before the tokens of the one before
+    are in. A token and its log-probability follow from request and place. blocks: of 128 tokens, to begin with."""
+    from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+    core = engine.core.engine_core
+    driven = kind(vllm_config=core.vllm_config, kv_cache_config=scheduler.kv_cache_config, block_size=scheduler.block_size,
+                  structured_output_manager=core.structured_output_manager, hash_block_size=scheduler.hash_block_size)
+    pool = driven.kv_cache_manager.block_pool
+    if blocks:
+        pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
+    log, drawn, flight, names = [], collections.Counter(), None, []
+    real, engine.core.add_request = engine.core.add_request, lambda request: driven.add_request(core.preprocess_add_request(request)[0])
+    engine.names, engine.decode = itertools.count(10**6), lambda completions, stop: names.extend(completions)
+    for prompts in (MANY, LONG[:3]):
+        engine.generate(**USUAL | {"prompts": prompts, "seeds": [7] * len(prompts), "n": 1, "eos_token_ids": SOME, "max_tokens": 45})
+        while driven.has_requests() or flight:
+            output = driven.schedule()
+            cached = output.scheduled_cached_reqs
+            log.append([output.num_scheduled_tokens, [new.req_id for new in output.scheduled_new_reqs], cached.req_ids,
+                        cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens,
+                        sorted(output.finished_req_ids)])
+            ids = list(output.num_scheduled_tokens)
+            tokens = [hash((int(name), drawn[name])) % 149 + 2 for name in ids]
+            drawn.update(ids)
+            columns = numpy.array(tokens).reshape(-1, 1)
+            result = ModelRunnerOutput(
+                req_ids=ids, req_id_to_index={name: i for i, name in enumerate(ids)},
+                sampled_token_ids=[[token] for token in tokens], prompt_logprobs_dict={}, pooler_output=[],
+                logprobs=LogprobsLists(columns, columns / 7, columns))
+            if flight:
+                for part in driven.update_from_output(*flight).values():
+                    for o in part.outputs:
+                        logprob = o.new_logprobs if isinstance(o.new_logprobs, float) else o.new_logprobs.logprobs.item(0)
+                        log.append([o.request_id, o.new_token_ids, logprob, str(o.finish_reason)])
+            flight = (output, result) if ids else None
+            if len(log) == 300:
+                driven.finish_requests(ids[:2], RequestStatus.FINISHED_ABORTED)  # as a stop string does
+    engine.core.add_request = real
+    del engine.decode
+    return {"log": log, "free": pool.get_num_free_blocks(), "short": driven.steps if hasattr(driven, "steps") else 0}
+
+
+class Counted(colocate.decoding_scheduler(True)):
+    steps = 0
+
+    def schedule_decoding(self):
+        self.steps += 1
+        return super().schedule_decoding()
+
+
+colocate.OF_REQUEST = colocate.OF_REQUEST[:-1]
+for blocks in (0, 19):
+    seen[f"asynchronous {blocks}"] = [drive(AsyncScheduler, blocks), drive(Counted, blocks)]
 # Of a log-probability of another token the run must end, on either way.
 for way in (True, False):
     scheduler.usable = way
