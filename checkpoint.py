@@ -182,8 +182,8 @@ class Run:
     def write_rollouts(self, step, rollouts):
         """Begins to write rollouts/step_N.jsonl, once those of the step before are written.
 
-        A process of its own makes JSON of them: in a thread of this one, which Python lets run in turns, that
-        held up the kernels of the next update by an eighth. To pickle them takes 6 ms per 100,000 tokens.
+        A process of its own makes JSON of them: a thread of this one shares Python's lock with the trainer,
+        and held up the next update by an eighth. To pickle them takes 6 ms per 100,000 tokens.
         """
         if not self.writes or not self.save_rollouts:
             return
@@ -251,7 +251,7 @@ class Run:
                           f"{free / 2**30:.1f} are free: make room, then the same command continues")
 
     def point_to(self, step):
-        """Moves `latest`. A power cut leaves it where it was or where it is."""
+        """Moves `latest`. After a power cut it is the old link or the new one."""
         link = self.folder / "latest.partial"
         link.unlink(missing_ok=True)
         link.symlink_to(f"step_{step}")

@@ -152,7 +152,7 @@ class ColocatedEngine(Engine):
                 load_format="dummy",  # the first push brings the weights
                 distributed_executor_backend="external_launcher",  # in this process: no workers of its own
                 scheduler_cls=decoding_scheduler(self.cuda),
-                enable_chunked_prefill=self.cuda,  # on a CPU no seed can be used beside a prompt cut in two
+                enable_chunked_prefill=self.cuda,  # a CPU's generators cannot be rewound after half a prompt
                 async_scheduling=self.cuda,  # the CPU launches a step while the GPU computes the one before
                 enable_sleep_mode=self.sleeps,
                 max_model_len=max_model_len,
@@ -171,13 +171,13 @@ class ColocatedEngine(Engine):
         model_config = self.llm.llm_engine.model_config
         # Where a tied checkpoint stores its table a second time, as lm_head.weight, newer versions of vLLM
         # no longer call the model tied and build a head of its own.
-        untied = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
-        tied = model_config.hf_config.tie_word_embeddings or untied
+        own_head = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
+        tied = model_config.hf_config.tie_word_embeddings or own_head
         if tied:
             self.expected.pop("lm_head.weight", None)  # a trainer has the table once, as embed_tokens
-        # Such a head has to be pushed as well, and so has a CPU engine's, a repacked copy of the table.
-        # Otherwise both names share one tensor.
-        self.copied_head = tied and (untied or not self.cuda)
+        # Such a head has to be pushed as well, and so has a CPU engine's, a repacked copy of the table. In
+        # all other tied models both names are one tensor.
+        self.copied_head = tied and (own_head or not self.cuda)
         # Names of requests, never used twice: vLLM schedules a step ahead, so one more step is in flight when
         # generate returns, and its tokens would go to a later request with the same name.
         self.names = itertools.count()
@@ -237,13 +237,13 @@ class ColocatedEngine(Engine):
             raise ValueError(f"prompts must have 1 to {self.max_model_len - 1} tokens (max_model_len - 1)")
         completions = {}  # by the name of the request, in the order of the prompts
         for prompt, seed in zip(prompts, seeds, strict=True):
-            for i in range(n):  # a request each, as vLLM's own `n` makes above the core
+            for i in range(n):  # a request each; vLLM splits `n` too, in a layer that is skipped here
                 name = str(next(self.names))
                 completions[name] = Completion([], [])
                 parameters = self.vllm.SamplingParams(
                     max_tokens=max_tokens, temperature=temperature, seed=seed + i,
                     stop_token_ids=eos_token_ids, **PLAIN_SAMPLING)
-                # Straight to the core: what LLM.generate does around it, only texts would need.
+                # Straight to the core: LLM.generate adds only what texts need.
                 self.core.add_request(self.request(
                     request_id=name, prompt_token_ids=list(prompt), sampling_params=parameters,
                     mm_features=None, pooling_params=None, arrival_time=time.time(), lora_request=None,
@@ -263,13 +263,14 @@ class ColocatedEngine(Engine):
         gc.disable()  # a collection walks over every object of the trainer; a step leaves no cycles
         try:
             while unfinished:
-                # A request ends when it likes, and its outputs come in any order: they are found by name.
+                # In one process this runs a step. A request ends when it likes, and its outputs come in any
+                # order: they are found by name.
                 for output in self.core.get_output().outputs:
                     completion = completions[output.request_id]
                     finished = output.finish_reason is not None  # EOS or a length
                     if output.new_token_ids:  # a step of prefill has none
                         completion.token_ids.extend(output.new_token_ids)
-                        completion.logprobs.append(output.new_logprobs)
+                        completion.logprobs.append(output.new_logprobs)  # a number: ShortWay has put it there
                         if stop and not finished and completes(self.tokenizer, completion.token_ids, stop):
                             self.core.abort_requests([output.request_id])  # what is in flight is dropped
                             finished = True
@@ -285,7 +286,10 @@ class ColocatedEngine(Engine):
         with self.timed("sleep"):
             if self.sleeps:
                 free = torch.cuda.mem_get_info()[0]
-                self.llm.sleep(level=2)  # level 1 would copy the weights to the CPU, only to overwrite them
+                # vLLM gives the pages of its memory back and keeps their addresses, where waking puts new
+                # ones: tensors and CUDA graphs stay valid, only the contents are gone. (Level 1 would copy
+                # the weights to the CPU, only to have them overwritten.)
+                self.llm.sleep(level=2)
                 self.given_back = torch.cuda.mem_get_info()[0] - free
 
     def close(self):
@@ -316,14 +320,14 @@ OF_REQUEST = ("num_computed_tokens", "num_in_flight_tokens", "num_prompt_tokens"
 class ShortWay:
     """Put before vLLM's Scheduler: a short way through steps in which each request draws one more token.
 
-    At every step vLLM asks of every request whether it has images, drafts, adapters, a grammar and much else:
-    0.9 of the 2.5 ms that a step of 64 sequences costs the CPU, where a GPU computes that of a 0.5B model in
-    1.7. The steps of a rollout are nearly all alike, and here is only what such a step needs, with the same
-    results. Prefills, waiting requests and a cache that may run out go vLLM's way.
+    At every step vLLM asks of every request whether it has images, drafts, adapters, a grammar and much else.
+    That is 0.9 of the 2.5 ms of CPU time that a step of 64 sequences costs, while the GPU needs 1.7 ms for it
+    (0.5B model). The steps of a rollout are nearly all alike, and here is only what such a step needs, with
+    the same results. Prefills, waiting requests and a cache that may run out go vLLM's way.
     """
 
     usable = None  # whether this vLLM has what the short way needs; known from the first request on
-    prefilling = True  # whether a request has not yet drawn its first token
+    prefilling = True  # whether part of a prompt is still to be scheduled
     short = False  # whether the last step was scheduled the short way
 
     def add_request(self, request):
@@ -351,22 +355,22 @@ class ShortWay:
         """One more token for each request, but for those whose last one is in flight already."""
         from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
         self.current_step += 1
-        names, blocks, computed, drawn = [], [], [], []
+        names, blocks, computed, counts = [], [], [], []
         for request in self.running:
             start = request.num_computed_tokens  # in the KV cache, with the step in flight
-            outputs = start + 1 - request.num_prompt_tokens
-            if outputs < request.max_tokens and start + 1 < self.max_model_len:
+            count = start + 1 - request.num_prompt_tokens
+            if count < request.max_tokens and start + 1 < self.max_model_len:
                 new_blocks = None
                 if start % self.block_size == 0:  # its last block is full
                     new_blocks = self.kv_cache_manager.allocate_slots(request, 1).get_block_ids()
                 names.append(request.request_id)
                 blocks.append(new_blocks)
                 computed.append(start)
-                drawn.append(outputs)
+                counts.append(count)
         output = SchedulerOutput.make_empty()
         output.scheduled_cached_reqs = CachedRequestData(
             req_ids=names, resumed_req_ids=set(), new_token_ids=[], all_token_ids={},
-            new_block_ids=blocks, num_computed_tokens=computed, num_output_tokens=drawn)
+            new_block_ids=blocks, num_computed_tokens=computed, num_output_tokens=counts)
         output.num_scheduled_tokens = dict.fromkeys(names, 1)
         output.total_num_scheduled_tokens = len(names)
         output.finished_req_ids = self.finished_req_ids  # the model runner forgets these
@@ -376,7 +380,8 @@ class ShortWay:
         return output
 
     def update_from_output(self, scheduled, result):
-        # vLLM's way also where the step after went it: there a request may have been preempted meanwhile.
+        # The next step is planned before the tokens of this one are in. Where that went vLLM's way, one of
+        # these requests may have been preempted, so this result goes vLLM's way too.
         if not (self.short and getattr(scheduled, "short", False)):
             parts = super().update_from_output(scheduled, result)
             for part in parts.values():
@@ -482,7 +487,7 @@ def checkpoint_shapes(folder):
 
 
 def prepare_environment():
-    """Sets what vLLM reads when it is imported; what the user has set stays."""
+    """Sets what vLLM reads when it is imported; the first in any case, the others unless set."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, so that tensors can be handed over
     # A CPU engine would warn at every sleep that it cannot sleep.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if torch.cuda.is_available() else "ERROR")
@@ -561,7 +566,7 @@ def completes(tokenizer, token_ids, stop):
     """Whether the text of the last tokens contains one of the strings. Asked after every token, this becomes
     true with the token that completes one. tokenizer: has decode(ids, skip_special_tokens=...)."""
     last = token_text(tokenizer, token_ids[-1])
-    # As nearly always the last token holds the end of no string; the lines below take ten times as long.
+    # Nearly always the last token holds the end of no string. The lines below take ten times as long.
     # U+FFFD is part of a character, whose other bytes are in the tokens before.
     if "\ufffd" not in last and not any(string[-1] in last for string in stop):
         return False

@@ -153,7 +153,7 @@ class Config:
     fresh: bool = option(False, "start anew where the run folder holds an earlier run")
 
     @property
-    def longest(self):
+    def max_model_len(self):
         """Tokens of the longest sequence that the engine has to hold."""
         return self.max_prompt_length + max(self.max_completion_length, self.eval_max_completion_length)
 

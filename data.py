@@ -516,7 +516,7 @@ def to_json(value, ensure_ascii=False, **options):
 # ---- Order and seeds ---------------------------------------------------------------------------------------
 
 def prompt_indices(step, prompts_per_step, size, seed) -> list[int]:
-    """The prompts of a step, as indices into all `size` of them: the next P = prompts_per_step of the epochs.
+    """The prompts of a step, as indices into all `size` of them: the next ones in the order of the epochs.
 
     Every epoch is a permutation of all prompts, and the epochs follow each other without a gap: a step may
     reach into the next one, or span several, and no prompt is dropped. The order depends on nothing but the
@@ -547,4 +547,4 @@ def sample_seed(seed, step, resampling_round, slot):
 def hash62(*parts):
     text = " ".join(map(str, parts))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2  # leaves room in int64: vLLM adds the index of the sample
+    return int.from_bytes(digest, "big") >> 2  # leaves room in int64: an engine adds the index of the sample

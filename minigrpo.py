@@ -66,7 +66,7 @@ def group_advantages(scores, scale_rewards="group", baseline="group"):
     others = (count - 1).clamp(min=1)
     mean = scores.nanmean(1, keepdim=True)
     difference = torch.where(scored, scores - mean, 0.0)  # NaN would spread to the whole group
-    # Not std > 0: rewards that differ in their last bit alone would be blown up to an advantage of 1.
+    # Not > 0: rewards that differ only by rounding (0.1 + 0.2 and 0.3) are equal, and teach nothing.
     teaches = difference.amax(1, keepdim=True) - difference.amin(1, keepdim=True) > 1e-6
     variance = difference.square().sum(1, keepdim=True) / others  # Bessel's correction, as in TRL
     if baseline == "leave_one_out":  # r - (the others' mean) = (r - mean) · n / (n - 1)
@@ -85,8 +85,9 @@ def clipped_objective(ratio, logp, advantage, c):
     """
     low = 1 - c.epsilon
     high = 1 + (c.epsilon_high or c.epsilon)
-    free = ratio.clamp(max=c.delta) if c.delta else ratio  # min() with it leaves A < 0 without a bound
-    objective = torch.minimum(free * advantage, ratio.clamp(low, high) * advantage)
+    # For A < 0 the min() picks the unclipped ratio, however large; delta caps it.
+    capped = ratio.clamp(max=c.delta) if c.delta else ratio
+    objective = torch.minimum(capped * advantage, ratio.clamp(low, high) * advantage)
     too_rare = (ratio < low) & (advantage < 0)
     too_likely = (ratio > high) & (advantage > 0)
     return objective, too_rare | too_likely
@@ -99,28 +100,28 @@ def cispo_objective(ratio, logp, advantage, c):
     return objective, clipped
 
 
-# What the sum over tokens is divided by, for each completion; trained: how many of its tokens train.
+# What the sum over tokens is divided by, for each completion; counts: how many of its tokens train.
 
-def over_completions(trained, max_completion_length):
+def over_completions(counts, max_completion_length):
     """The mean over the tokens of each completion, then over completions (DeepSeekMath, eq. 3)."""
-    completions = sum(tokens > 0 for tokens in trained)
-    return [tokens * completions for tokens in trained]
+    completions = sum(tokens > 0 for tokens in counts)
+    return [tokens * completions for tokens in counts]
 
 
-def over_tokens(trained, max_completion_length):
+def over_tokens(counts, max_completion_length):
     """The mean over all tokens of the step: long completions weigh more (DAPO, eq. 8)."""
-    return [sum(trained)] * len(trained)
+    return [sum(counts)] * len(counts)
 
 
-def over_max_length(trained, max_completion_length):
+def over_max_length(counts, max_completion_length):
     """A constant in place of the length, then the mean over completions (Dr. GRPO: no length bias)."""
-    completions = sum(tokens > 0 for tokens in trained)
-    return [completions * max_completion_length] * len(trained)
+    completions = sum(tokens > 0 for tokens in counts)
+    return [completions * max_completion_length] * len(counts)
 
 
 class Loss(NamedTuple):
     objective: Callable  # (ratio, log π, advantage, options) → what a token adds, whether it was clipped
-    denominators: Callable  # (trained tokens, max_completion_length) → what those of a completion are over
+    denominators: Callable  # (token counts, max_completion_length) → the divisor of each completion
 
 
 LOSSES = {  # --loss_type. A new loss is one function, named here
@@ -137,7 +138,7 @@ def policy_loss(logp, batch, c):
     logp: [T]. The weights hold the denominators of the whole optimizer step, so the losses of micro-batches
     and ranks add up. Returns (loss, {metric: its sum over the tokens, or its maximum}).
     """
-    log_ratio = logp - batch.old_logp  # 0 where the policy has not moved since it sampled; its slope is not
+    log_ratio = logp - batch.old_logp  # 0 in the first update of a batch, but its gradient is not
     if c.importance_sampling_level == "sequence":  # one ratio a completion, the geometric mean (GSPO, eq. 7)
         log_ratio = mean_by_completion(log_ratio, batch.completion)
     ratio = log_ratio.exp()  # exactly 1 in the first update of a batch
@@ -161,7 +162,7 @@ def policy_loss(logp, batch, c):
     if c.beta:
         difference = batch.reference_logp - logp
         kl = difference.exp() - difference - 1  # k3 of Schulman 2020: never negative, little variance
-        loss = loss + c.beta * (batch.weight * kl).sum()
+        loss = loss + c.beta * (batch.weight * kl).sum()  # not corrected for the sampler's rounding
         sums["kl"] = kl.detach().sum()
     return loss, sums | {"loss": loss.detach()}
 
@@ -188,7 +189,7 @@ class Rollout:
     truncated: bool
     weight_version: int  # updates that the weights which produced it had seen
     seed: int  # with these weights it draws this completion of prompt_ids again
-    round: int = 0  # of dynamic sampling: groups of this slot that were dropped before
+    round: int = 0  # of dynamic sampling: groups that were dropped in this place before
     reward: float | None = None
     parts: dict | None = None  # reward of each function
     advantage: float = 0.0
@@ -214,19 +215,19 @@ class Rollout:
 
 
 def draw_prompts(prompts, step, c, resampling=0):
-    """[(slot, prompt), …] for the whole batch of a step; resampling: the round of dynamic sampling.
+    """[(index in the batch, prompt), …] for all ranks; resampling: the round of dynamic sampling.
 
     It follows from the arguments alone, so no rank waits for another and checkpoints store no order.
     """
     position = step * (1 + c.dynamic_sampling_rounds) + resampling  # the rounds take the prompts that follow
     indices = prompt_indices(position, c.prompts_per_step, len(prompts), c.seed)
-    return [(slot, prompts[i]) for slot, i in enumerate(indices)]
+    return [(index, prompts[i]) for index, i in enumerate(indices)]
 
 
 def generate_rollouts(engine, prompts, step, tokenizer, c, resampling=0):
-    """num_generations Rollouts for each (slot, prompt) of this rank, group after group."""
-    # Of the slot, not of the rank: any number of ranks draws the same completions.
-    seeds = [sample_seed(c.seed, step, resampling, slot) for slot, _ in prompts]
+    """num_generations Rollouts for each (index in the batch, prompt) of this rank, group after group."""
+    # Of the index, not of the rank: any number of ranks draws the same completions.
+    seeds = [sample_seed(c.seed, step, resampling, index) for index, _ in prompts]
     groups = engine.generate(
         [prompt.token_ids for _, prompt in prompts],
         n=c.num_generations,
@@ -236,12 +237,12 @@ def generate_rollouts(engine, prompts, step, tokenizer, c, resampling=0):
         eos_token_ids=tokenizer.eos_token_ids,
         stop=c.stop)
     rollouts = []
-    for (slot, prompt), first, group in zip(prompts, seeds, groups):
+    for (index, prompt), first, group in zip(prompts, seeds, groups):
         for i, (token_ids, logprobs) in enumerate(group):
             ended = token_ids[-1] in tokenizer.eos_token_ids
             stopped = c.stop and colocate.completes(tokenizer, token_ids, c.stop)
             rollouts.append(Rollout(
-                slot=slot * c.num_generations + i,
+                slot=index * c.num_generations + i,
                 prompt=prompt.prompt,
                 prompt_ids=prompt.token_ids,
                 completion_ids=token_ids,
@@ -293,7 +294,7 @@ def update(policy, optimizer, rollouts, c, world):
     """num_iterations passes over the batch of all ranks, each in num_minibatches optimizer steps.
 
     Returns metrics over all ranks, and {slot: log-probabilities of the policy before the update} of every
-    completion that trains, on rank 0, which writes them down.
+    completion that trains, which rank 0 writes down.
     """
     prompts = len(rollouts) // c.num_generations
     minibatches = []
@@ -543,7 +544,7 @@ def join(work, policy):
         first = len(stream) + len(r.prompt_ids)
         stream += r.prompt_ids + r.completion_ids
         places += [first + k for k in tokens]
-        sampler_logp += [r.sampler_logps[k] for k in tokens]  # the broken ones stay out, and so out of exp
+        sampler_logp += [r.sampler_logps[k] for k in tokens]  # without NaN and inf: exp would spread them
     counts = torch.tensor([len(tokens) for _, tokens, _ in work])
     completion = torch.arange(len(work)).repeat_interleave(counts)  # [T]
     wide = torch.promote_types(policy.dtype, torch.float32)  # as token_logprobs returns them
@@ -599,6 +600,7 @@ def evaluate(engine, inputs, c, world):
     n = c.eval_num_generations
     prompts = list(enumerate(flatten(inputs.held_out.values())))
     mine = world.my_part(prompts)
+    # Step -1: the same seeds at every evaluation, and none that training uses.
     rollouts = generate_rollouts(engine, mine, -1, inputs.tokenizer, c.evaluation)
     rollouts = score_rollouts(rollouts, inputs.scorer, n)
     scores = [next(iter(r.parts.values())) or 0.0 for r in rollouts]
@@ -673,7 +675,10 @@ def add_up(parts):
     whole = Counter()
     for part in parts:
         for key, value in part.items():
-            whole[key] = max(whole[key], value) if key in TOKEN_MAXIMA else whole[key] + value
+            if key not in TOKEN_MAXIMA:
+                whole[key] += value
+            elif not value <= whole[key]:  # so that NaN is not lost, which max() would do
+                whole[key] = value
     return whole
 
 
@@ -698,7 +703,7 @@ def step_metrics(rollouts, scores, row, policy, c, world):
         "dropped_groups": sum(r.round for r in rollouts) // scores.shape[1],
         "completions/mean_length": generated / len(rollouts),
         "completions/clipped_ratio": sum(r.truncated for r in rollouts) / len(rollouts),
-        "tokens_per_second_per_gpu": generated / row["time/step"] / gpus,
+        "tokens_per_second_per_gpu": generated / (row["time/step"] - row.get("time/eval", 0)) / gpus,
         "mfu": mfu,
     }
 
@@ -846,11 +851,11 @@ def load(c, run, world):
     held_out = {"held out": prompts.held_out} if prompts.held_out and not c.eval_data else {}
     for name in c.eval_data:
         other = load_prompts("--eval_data", name, tokenizer, c)
-        held_out[Path(name).stem] = other.held_out or other.train
+        held_out[Path(name).stem] = other.held_out or other.train  # of a file, all prompts
         prompts.fingerprint += other.fingerprint
     schedule = c.max_steps
     if schedule == -1:
-        taken = c.prompts_per_step * (1 + c.dynamic_sampling_rounds)  # of the order of prompts, by a step
+        taken = c.prompts_per_step * (1 + c.dynamic_sampling_rounds)  # prompts that one step uses up
         schedule = math.ceil(c.num_train_epochs * len(prompts.train) / taken)
     inputs = Inputs(source, model_config, tokenizer, prompts, held_out, scorer, schedule, schedule)
     if c.replay:
@@ -910,13 +915,14 @@ def check_together(c, inputs, run):
     """Raises RunError where model, data, options and run folder are each right, but do not go together."""
     m, tokenizer, prompts = inputs.model_config, inputs.tokenizer, inputs.prompts
     every = prompts.train + flatten(inputs.held_out.values())
+    # Of the EOS ids the least: one that the model can draw is enough.
     largest = max(tokenizer.eos_token_ids[0], *(max(p.token_ids) for p in every))
     needs_answers = not rewards.NEED_ANSWER.isdisjoint(c.reward)
     step, files = run.state["step"], " ".join(c.data)
     mistakes = [  # (whether it is made, what to say of it)
-        (c.longest > m.max_position_embeddings,
+        (c.max_model_len > m.max_position_embeddings,
          f"--max_prompt_length {c.max_prompt_length} + --max_completion_length "
-         f"{c.longest - c.max_prompt_length} = {c.longest} tokens, {c.model} takes "
+         f"{c.max_model_len - c.max_prompt_length} = {c.max_model_len} tokens, {c.model} takes "
          f"{m.max_position_embeddings}: lower one of them"),
         (largest >= m.vocab_size,
          f"--model {c.model}: tokenizer.json or eos_token_id goes past the vocab_size {m.vocab_size} of "
@@ -940,7 +946,7 @@ def begin(c, inputs, run, world):
     """The policy, the engine and the optimizer, as they were after the run's last checkpoint."""
     usual = torch.bfloat16 if world.cuda else torch.float32
     dtype = getattr(torch, c.dtype, usual)  # torch has no "auto"
-    kv_cache_bytes = None  # of an engine on a CPU a variable of vLLM decides
+    kv_cache_bytes = None  # on a CPU VLLM_CPU_KVCACHE_SPACE decides
     if world.cuda and (c.colocate or c.split):
         kv_cache_bytes = plan_memory(c, inputs.model_config, dtype, world)
     policy = load_policy(c, inputs, dtype, run, world)
@@ -979,18 +985,18 @@ def plan_memory(c, m, dtype, world):
 
     Raises RunError, naming the option to change, where it does not fit.
     """
-    longest = c.max_prompt_length + c.max_completion_length
-    batch = completions_at_once(c, world) * longest
+    trained = c.max_prompt_length + c.max_completion_length  # tokens of the longest sequence in training
+    batch = completions_at_once(c, world) * trained
     plan = model.memory_plan(
         m,
         size=dtype.itemsize,
-        ranks=math.inf if c.optimizer_offload else world.world_size,
+        ranks=math.inf if c.optimizer_offload else world.world_size,  # offloaded: no bytes of the GPU
         shared=not c.split,
         recompute=c.recompute,
-        compiled=c.compile != "off",
-        sequence=c.longest,
+        compiled=compiles(c, m, world),
+        sequence=c.max_model_len,
         cache_tokens=batch,
-        micro_batch=min(max(c.micro_batch_tokens, longest), batch),
+        micro_batch=min(max(c.micro_batch_tokens, trained), batch),
         engine_limit=world.card * (0.85 if c.split else c.vllm_gpu_memory_utilization))
     words = [f"GiB on each GPU, of {world.card / 2**30:.1f}:"]
     advice = []
@@ -999,28 +1005,28 @@ def plan_memory(c, m, dtype, world):
         listed = " + ".join(f"{what} {size / 2**30:.1f}" for what, size in parts.items())
         words.append(f"{half} {whole / 2**30:.1f} = {listed}")
         if whole > world.card:
-            advice.append(what_to_change(half, longest, c))
+            advice.append(what_to_change(half, trained, c))
     if advice:
         raise RunError("\n".join(words + advice))
     world.print0("\n".join(words))
     return int(plan["generating"]["KV cache"])
 
 
-def what_to_change(half, longest, c):
-    """Where this half of a step does not fit."""
+def what_to_change(half, trained, c):
+    """Advice where this half of a step does not fit."""
     if half == "generating" and c.split:
         return "lower --prompts_per_step"
     if half == "generating":
         return "lower --vllm_gpu_memory_utilization, or use more GPUs"
     if not c.recompute:
         return "use --recompute"
-    if c.micro_batch_tokens > longest:
-        return f"use --micro_batch_tokens {longest}"
+    if c.micro_batch_tokens > trained:
+        return f"use --micro_batch_tokens {trained}"
     return "use more GPUs"
 
 
 def completions_at_once(c, world):
-    """That one engine generates in a step."""
+    """How many completions one engine generates in a step."""
     engines = world.generators or world.world_size
     return math.ceil(c.prompts_per_step / engines) * c.num_generations
 
@@ -1035,9 +1041,15 @@ def load_policy(c, inputs, dtype, run, world):
             check_shards(folder / "optimizer", list(policy.parameters()))
         if policy.config != inputs.model_config:
             raise ValueError(f"config.json is not the one of {c.model}: --fresh starts anew")
-    worthwhile = world.cuda and model.parameter_count(policy.config) > 4e8  # smaller ones wait for the CPU
-    policy.training_mode(c.compile == "on" or c.compile == "auto" and worthwhile, c.recompute)
+    policy.prepare_blocks(compiles(c, policy.config, world), c.recompute)
     return policy
+
+
+def compiles(c, m, world):
+    """Whether the blocks of the policy are compiled."""
+    # With a smaller model the GPU waits for the CPU, and faster kernels gain nothing.
+    worthwhile = world.cuda and model.parameter_count(m) > 4e8
+    return c.compile == "on" or c.compile == "auto" and worthwhile
 
 
 def build_engine(c, inputs, policy, kv_cache_bytes, world):
@@ -1047,14 +1059,14 @@ def build_engine(c, inputs, policy, kv_cache_bytes, world):
         arguments = dict(
             folder=inputs.source,
             dtype=policy.dtype,
-            max_model_len=c.longest,
+            max_model_len=c.max_model_len,
             max_num_seqs=completions_at_once(c, world),
             sleeps=c.colocate,
             tokenizer=tokenizer,
             gpu_memory_utilization=c.vllm_gpu_memory_utilization,
             kv_cache_bytes=kv_cache_bytes,
             enforce_eager=c.vllm_enforce_eager or not world.cuda)
-        # What vLLM refuses (a cache too small, a model it cannot run) is one line; it may also fail.
+        # What vLLM refuses (a cache too small, a model it cannot run) is one line; the rest are failures.
         with reading("vLLM", ValueError):
             if c.colocate:
                 return colocate.ColocatedEngine(**arguments)
@@ -1102,4 +1114,4 @@ def yield_to_torchrun(seconds):
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # everything is saved: threads of native libraries must not make a failure of the way out
+    os._exit(0)  # all is saved; while Python shuts down, threads of native libraries may crash

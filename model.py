@@ -78,7 +78,7 @@ class ModelConfig:
 class Attention(nn.Module):
     """Grouped-query attention: several query heads share one head of keys and values.
 
-    Which tokens see which is decided by attend(q, k, v): q [T, heads, head_dim] as what it returns, k and v
+    Which tokens see which is decided by attend(q, k, v): q and its result are [T, heads, head_dim], k and v
     [T, kv_heads, head_dim].
     """
 
@@ -154,7 +154,7 @@ class Policy(nn.Module):
         ))
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.training_mode()
+        self.prepare_blocks()
 
     @property
     def head_weight(self):
@@ -175,7 +175,7 @@ class Policy(nn.Module):
         tokens,  # int64 [T]
         positions,  # int64 [T], of each token in its own sequence
         attends,  # the attend(q, k, v) of each layer: a KV cache differs from layer to layer
-        run_block=Block.forward,  # called in its place, with the same arguments
+        run_block=Block.forward,  # or a compiled or recomputing version of it
     ):
         """Returns the normed hidden states [T, hidden]; `head_weight` makes them logits."""
         x = self.model.embed_tokens(tokens)
@@ -192,7 +192,7 @@ class Policy(nn.Module):
         attends = [attend] * len(self.model.layers)
         return self(tokens, attend.positions, attends, self.run_block)
 
-    def training_mode(self, compiled=False, recompute=False):
+    def prepare_blocks(self, compiled=False, recompute=False):
         """How `packed` runs its blocks from now on.
 
         compiled: torch.compile fuses what lies between the matrix products; one graph serves all layers and

@@ -14,7 +14,7 @@
     assert loss < 0.5
 
 Every rank holds the working weights (2 bytes a parameter in bf16) and, only between `zero_grad` and `step`,
-fp32 gradients (4). The fp32 master weights and Adam's two moments (12) are cut over the ranks: ZeRO, stage 2
+fp32 gradients (4). The fp32 master weights and Adam's two moments (12) are cut over the ranks: ZeRO, stage 1
 (Rajbhandari et al. 2020). One reduce-scatter and one all-gather a step. DDP would keep all 18 on every GPU.
 
 Left out: sharded working weights (ZeRO stage 3, FSDP). The engine needs whole ones at every step anyway.
@@ -46,7 +46,7 @@ class World:
     """This process among the ranks that torchrun started; without torchrun, a single rank.
 
     timeout_minutes: how long a barrier or a collective waits. generators: how many of the last ranks do not
-    train. They are not counted in `world_size` and are in no process group; `trains` is False there.
+    train. They are not counted in `world_size` nor in the default process group; `trains` is False there.
     """
 
     device = torch.device("cpu")
@@ -81,6 +81,7 @@ class World:
         self.store, _, _ = next(dist.rendezvous("env://"))
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # On one host torchrun's store outlives a restart, and holds the addresses of the ranks that died.
+            # (Several hosts may count attempts differently, and get a new store.)
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
             self.store = dist.PrefixStore(f"attempt {attempt}", self.store)
         if self.trains:
@@ -238,7 +239,7 @@ class ShardedAdamW:
         self.master.grad = grad.to(self.master.device)
         self.adam.step()
         self.master.grad = None
-        del grad  # which holds the whole buffer; the shard in the working dtype takes room as well
+        del grad  # it keeps the whole buffer alive, and the all-gather needs room
         self.all_gather_weights(self.master)
         return norm
 
@@ -251,6 +252,7 @@ class ShardedAdamW:
 
     def keep_reference(self, params):
         """Keeps this rank's shard of other weights of the same shapes, for `as_reference`."""
+        # By way of the weights' own buffer, which gives the shards their layout; the last line restores it.
         for p, other in zip(self.parameters, params):
             p.data.copy_(other.data)
         self.reference = self.weights[self.shard].to("cpu", copy=True)  # costs no GPU memory
@@ -284,7 +286,7 @@ class ShardedAdamW:
                 for name in SHARDED:
                     self.fill(self.saved[name], part, file.get_slice(name))
         weights = self.weights[self.shard].to(self.master.device)
-        # Rounded to bf16, as the weights are where they were trained in bf16.
+        # In bf16: weights that train in bf16 are saved rounded, and the master weights are not.
         if not torch.equal(self.master.bfloat16(), weights.bfloat16()):
             raise ValueError(f"{folder.parent.resolve()}: the optimizer is not that of model.safetensors; "
                              "without this folder the run continues from the checkpoint before")

@@ -1,4 +1,4 @@
-"""The built-in demonstration: two tasks of addition, and a model so small that a CPU learns one in a minute.
+"""The built-in demonstration: two tasks of addition, and a model that learns one on a CPU in two minutes.
 
     python minigrpo.py            # write_tiny_model, then GRPO on rows("digits")
 

@@ -497,7 +497,8 @@ def test_gspo_by_hand():
 def test_kl_by_hand():
     """k3 with log π_reference - log π = d: e^d - d - 1, slope 1 - e^d in log π."""
     logp = torch.tensor([-1.0, -2.0], dtype=DOUBLE, requires_grad=True)
-    batch = MicroBatch([], None, None, None, sampler_logp=logp.detach(), advantage=torch.zeros(2, dtype=DOUBLE),
+    sampler = logp.detach() - 0.7  # whose correction is not for this term
+    batch = MicroBatch([], None, None, None, sampler_logp=sampler, advantage=torch.zeros(2, dtype=DOUBLE),
                        weight=torch.tensor([0.5, 0.25], dtype=DOUBLE), old_logp=logp.detach(),
                        reference_logp=torch.tensor([-1.5, -1.0], dtype=DOUBLE))
     loss, sums = policy_loss(logp, batch, Config(beta=0.1))

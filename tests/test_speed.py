@@ -65,7 +65,7 @@ def forward_and_backward(policy: Policy, lengths) -> tuple[dict[str, torch.Tenso
 def test_recompute_is_bitwise_the_same_and_keeps_less():
     policy, lengths = policy_of(torch.float64), [30, 1, 17, 40]
     plain, plain_bytes = forward_and_backward(policy, lengths)
-    policy.training_mode(recompute=True)
+    policy.prepare_blocks(recompute=True)
     again, fewer_bytes = forward_and_backward(policy, lengths)
     for name, tensor in plain.items():
         assert torch.equal(again[name], tensor) and tensor.abs().max() > 0, name
@@ -80,7 +80,7 @@ def test_compiled_equals_eager_with_one_graph_for_many_shapes():
     for recompute in (False, True):
         torch._dynamo.reset()
         counters.clear()
-        policy.training_mode(compiled=True, recompute=recompute)
+        policy.prepare_blocks(compiled=True, recompute=recompute)
         for lengths, want in zip(batches, eager):
             got, size = forward_and_backward(policy, lengths)
             for name, tensor in want.items():  # gradients are sums over the tokens: relative to the largest
@@ -153,7 +153,7 @@ def test_memory_plan_against_what_was_measured(micro_batch, recompute, measured,
 def planned(c, ranks, card) -> tuple[int, str]:
     """(bytes of the KV cache, what is printed)"""
     said = []
-    world = types.SimpleNamespace(world_size=ranks, generators=int(c.split), card=card * GIB, print0=said.append)
+    world = types.SimpleNamespace(world_size=ranks, generators=int(c.split), cuda=True, card=card * GIB, print0=said.append)
     return minigrpo.plan_memory(c, QWEN, torch.bfloat16, world), "\n".join(said)
 
 
