@@ -558,7 +558,7 @@ def test_the_reference_is_the_first_model_and_comes_back_out(checkpoint):
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"micro_batch_tokens": 12}, {"num_iterations": 2, "num_minibatches": 2}, {"mask_truncated_completions": True}])
+    {}, {"micro_batch_tokens": 12}, {"num_iterations": 2}, {"num_minibatches": 2}, {"mask_truncated_completions": True}])
 def test_old_logps_are_those_before_the_update(checkpoint, options):
     """Of every token that trains, by transformers; None for the others. The update itself is large."""
     folder, oracle = checkpoint
@@ -644,6 +644,17 @@ def test_several_updates_a_batch_by_plain_autograd(checkpoint):
     tokens = sum(len(r.completion_ids) for r in batch)
     assert sums["clip_ratio"] == pytest.approx(clipped / (2 * tokens)) and sums["trained_tokens"] == tokens
     assert sums["first_ratio_error"] < 1e-12 and sums["skipped_updates"] == 0
+
+
+def test_mini_batches_are_of_whole_groups(checkpoint, monkeypatch):
+    """Seven groups of four in three optimizer steps: 2, 2 and 3 groups."""
+    c = Config(num_generations=4, prompts_per_step=7, num_minibatches=3, max_completion_length=LONGEST)
+    real, cut = minigrpo.make_micro_batches, []
+    monkeypatch.setattr(minigrpo, "make_micro_batches", lambda policy, rollouts, *rest: (
+        cut.append([r.slot for r in rollouts]), real(policy, rollouts, *rest))[1])
+    policy = Policy.from_folder(checkpoint[0])
+    update_at(1e-3, policy, optimizer_of(policy, c, World()), with_advantages(ragged_rollouts(), c), c, World())
+    assert cut == [list(range(8)), list(range(8, 16)), list(range(16, 28))]
 
 
 def test_weights_multiply():
