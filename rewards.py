@@ -21,8 +21,8 @@ worker process (JSON lines, no pickle, no GPU, a memory limit) that can be kille
 
 Left out, and why:
 1. A sandbox: workers may read files and use the network. Run generated code in a container.
-2. Symbolic algebra: `math` finds x+1 and 1+x different. A file of yours may call math-verify; the time and
-   memory limits make that safe.
+2. Symbolic algebra: `math` finds x+1 and 1+x different. `math_verify` leaves that to the package of this
+   name (pip install math-verify), which may take long: the time and memory limits hold for it too.
 3. Reward models: a function may hold one, and workers=0 lets it use the caller's GPU.
 """
 
@@ -56,19 +56,16 @@ LOAD_SECONDS = 120  # for importing a file, which may import torch from a networ
 def gsm8k(completions, answer, **kwargs):
     r"""1.0 where the completion's number is exactly the gold one (1,072 = 1072.0), else 0.0.
 
-    It is the first number in the last \boxed{}, else after the last ####, else in the last <answer> (of an
-    equation there, the only number after the last =), else the last number of all. None where the gold
-    answer, read in the same way, does not hold exactly one number.
+    It is the first number in what `math` takes for the answer, as the authors of the data set have it; of an
+    equation, the only one behind the last =. None where the gold answer does not hold exactly one number.
     """
     rewards = []
-    for completion, gold in zip(completions, answer):
-        text = outside_thoughts(completion)
-        stated = stated_answer(text, unmarked=last_value(text))
-        numbers = re.findall(VALUE, stated.rpartition("=")[2])
-        golds = re.findall(VALUE, gold_answer(gold))
-        unclear = not numbers or "=" in stated and len(numbers) > 1  # 10 = 5 + 5
-        found = "" if unclear else numbers[0]
-        rewards.append(compare(found, golds[0]) if len(golds) == 1 else None)
+    for found, gold in answer_pairs(completions, answer):
+        numbers = re.findall(VALUE, found.rpartition("=")[2])
+        if "=" in found and len(numbers) > 1:  # 10 = 5 + 5
+            numbers = []
+        golds = re.findall(VALUE, gold)
+        rewards.append(compare("".join(numbers[:1]), golds[0]) if len(golds) == 1 else None)
     return rewards
 
 
@@ -80,11 +77,23 @@ def math_answer(completions, answer, **kwargs):
     \text, \frac and thousands separators are undone, numbers are compared exactly, a bare list in any order,
     the rest as text. For a gold letter "B", "(B) 12" and "B: 12" are right too.
     """
+    return [compare(found, gold) for found, gold in answer_pairs(completions, answer)]
+
+
+def symbolic_answer(completions, answer, **kwargs):
+    """1.0 where math-verify finds the completion's answer equal to the gold one (x+1 is 1+x), else 0.0.
+
+    Both are looked for as `math` does; None for an empty gold answer.
+    """
+    import logging
+
+    from math_verify import parse, verify  # load() has said where this is missing
+    logging.getLogger("math_verify").setLevel("ERROR")  # it warns that its time limits are off
     rewards = []
-    for completion, gold in zip(completions, answer):
-        text = outside_thoughts(completion)
-        found = stated_answer(text, unmarked=unmarked_answer(text))
-        rewards.append(compare(found, gold_answer(gold)))
+    for pair in answer_pairs(completions, answer):
+        # Its time limits set signal handlers and call what is late wrong. A worker has a limit of its own.
+        found, gold = [parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in pair]
+        rewards.append(float(verify(gold, found, timeout_seconds=None)) if pair[1].strip() else None)
     return rewards
 
 
@@ -96,13 +105,12 @@ def countdown(completions, nums, target, **kwargs):
     rewards = []
     for completion, numbers, goal in zip(completions, nums, target):
         numbers = sorted(map(int, numbers))
-        goal = Fraction(goal)
         text = re.sub(r"\\div|÷", "/", outside_thoughts(completion).strip())
         text = re.sub(r"\\times|\\cdot|×", "*", text)
         equation = stated_answer(text, unmarked=text.rpartition("\n")[2])
         expression = equation.partition("=")[0].strip("$*`. \n")
         used = re.findall(r"\d+", expression)
-        solved = evaluate(expression) == goal and sorted(map(int, used)) == numbers
+        solved = evaluate(expression) == Fraction(goal) and sorted(map(int, used)) == numbers
         rewards.append(float(solved))
     return rewards
 
@@ -123,12 +131,12 @@ def length_reward(completions, answer, completion_ids, **kwargs):
     """
     lengths = list(map(len, completion_ids))
     shortest = min(lengths)
-    longest = max(lengths)
+    spread = max(lengths) - shortest
     rewards = []
     for length, correct in zip(lengths, math_answer(completions, answer)):
         reward = 0.0
-        if longest > shortest:
-            reward = 0.5 - (length - shortest) / (longest - shortest)
+        if spread:
+            reward = 0.5 - (length - shortest) / spread
         if correct == 0.0:
             reward = min(0.0, reward)
         rewards.append(None if correct is None else reward)
@@ -146,21 +154,22 @@ def overlong(completion_ids, trainer_state, **kwargs):
 
 
 BUILTINS = {
-    "gsm8k": gsm8k, "math": math_answer, "countdown": countdown,
+    "gsm8k": gsm8k, "math": math_answer, "math_verify": symbolic_answer, "countdown": countdown,
     "format": format_tags, "length": length_reward, "overlong": overlong}
-NEED_ANSWER = {"gsm8k", "math", "length"}  # without a gold answer they give no reward
+NEED_ANSWER = {"gsm8k", "math", "math_verify", "length"}  # without a gold answer they give no reward
 
 
 # ---- Finding the answer ------------------------------------------------------------------------------------
 
-# (?a): digits are 0 to 9 only. A minus is a sign only where no operand stands before it: "x = -5" ends in -5,
+# (?a: digits are 0 to 9 only. A minus is a sign only where no operand stands before it: "x = -5" ends in -5,
 # "20-5" in 5. An exponent has three digits at most, so that no number takes long to compute.
-SIGN = r"(?a)(?:(?<![\w.)\]}])-)?\\?\$?"
+SIGN = r"(?:(?<![\w.)\]}])-)?\\?\$?"
 POWER = r"(?:[eE][-+]?\d{1,3}(?!\d))?"
 NUMBER = r"(?:(?:(?<!\d,)[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)" + POWER
 # A number or a fraction of any two things: 1 / 2, "1 3/4", 1\frac{3}{4}, \frac{\sqrt{3}}{2}.
 PART = r"\s*(?:\d|\{(?:[^{}]|\{[^{}]*\})*\})"
-VALUE = rf"{SIGN}(?:(?:\d+\s*)?\\[dtc]?frac{PART}{PART}|\d+ +\d+/\d+|{NUMBER}(?:\s*/\s*\d+(?:\.\d+)?)?)"
+VALUE = (rf"(?a:{SIGN}(?:(?:\d+\s*)?\\[dtc]?frac{PART}{PART}|\d+ +\d+/\d+|"
+         rf"{NUMBER}(?:\s*/\s*\d+(?:\.\d+)?)?))")
 
 
 def text_of(completion):
@@ -172,15 +181,21 @@ def text_of(completion):
 def outside_thoughts(completion):
     """The text behind the last </think>, which may close a thought that the chat template opened; nothing of
     a thought that was never closed."""
-    behind = text_of(completion).rpartition("</think>")[2]
-    return behind.partition("<think>")[0]
+    return text_of(completion).rpartition("</think>")[2].partition("<think>")[0]
+
+
+def answer_pairs(completions, golds):
+    """(what a completion gives as its answer, what its gold answer states), one after the other."""
+    for completion, gold in zip(completions, golds):
+        text = outside_thoughts(completion)
+        yield stated_answer(text, unmarked=unmarked_answer(text)), gold_answer(gold)
 
 
 def gold_answer(gold):
     """What a row's gold answer states; it may be a number. "" where there is none, or several in a list."""
-    if isinstance(gold, (list, tuple)) and len(gold) == 1:
-        return gold_answer(gold[0])
-    if gold is None or isinstance(gold, (list, tuple, dict)):
+    while isinstance(gold, list) and len(gold) == 1:
+        [gold] = gold
+    if gold is None or isinstance(gold, (list, dict)):
         return ""
     text = text_of(str(gold))
     return stated_answer(text, unmarked=text)
@@ -200,24 +215,17 @@ def stated_answer(text, unmarked):
     return unmarked
 
 
-def last_value(text):
-    return ["", *re.findall(VALUE, text)][-1]
-
-
 def unmarked_answer(text):
-    r"""The last formula or bare number of a text; of an equation its last side with a number."""
-    # All that surrounds a formula becomes $; then every other part between two $ is a formula.
+    r"""The last $formula$ with a number, or bare number, of a text; of an equation its last side with one."""
     text = re.sub(r"\\(?:begin|end)\{(?:aligned|gathered|split)\}|\\\$", "", text)
     text = re.sub(r"(?<!\\)\\[\[\]()]|\$\$|\\(?:begin|end)\{(?:align|gather|equation)\*?\}", "$", text)
-    parts = text.split("$")
-    for k in range(len(parts) - 1, -1, -1):
-        value = last_value(parts[k])
-        if value and k % 2 == 1 and k < len(parts) - 1:
-            sides = re.split(r"(?<![<>])=|\\approx|\\in\b", parts[k])
-            return list(filter(last_value, sides))[-1].rstrip(" .,;\n")
-        if value:
-            return value
-    return ""
+    formula = last_with_number(re.findall(rf"\$[^$]*\$|{VALUE}", text))
+    sides = re.split(r"(?<![<>])=|\\approx|\\in\b", formula.strip("$"))
+    return last_with_number(sides).rstrip(" .,;\n")
+
+
+def last_with_number(texts):
+    return ["", *filter(re.compile("[0-9]").search, texts)][-1]
 
 
 def in_braces(text):
@@ -236,12 +244,12 @@ def in_braces(text):
 # ---- Comparing answers -------------------------------------------------------------------------------------
 
 WORDS = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
-# Names of units count in plain text too (5 cm), short ones only in \text{} or \mathrm{}: 5 m may be 5m.
+# Names of units count in plain text too (5 cm), short ones only in \text{} or \mathrm{}: 5 m may be 5·m.
 NAMES = (r"(?:[ckm]m|kg|units?|degrees?|(?:centi|kilo|milli)?(?:met(?:er|re)|lit(?:er|re)|gram)s?|"
          r"inch(?:es)?|foot|feet|yards?|miles?|mph|hours?|minutes?|seconds?|days?|weeks?|months?|years?|dollars?|"
          r"cents?|percent|pounds?|ounces?|gallons?|quarts?|pints?|cups?|radians?)")
-SHORT = rf"(?:{NAMES}|mi|yd|ft|in|lbs?|oz|hrs?|min|sec|rad|mg|[mM]L|ml|Hz|[mgshLNJWV])"
-UNIT = rf"(?:(?:square|cubic|sq|cu)\.? )?{SHORT}\.?(?:\s?\^\s?\{{?\d\}}?)?"
+UNIT = (rf"(?:(?:square|cubic|sq|cu)\.? )?(?:{NAMES}|mi|yd|ft|in|lbs?|oz|hrs?|min|sec|rad|mg|[mM]L|ml|Hz|"
+        r"[mgshLNJWV])\.?(?:\s?\^\s?\{?\d\}?)?")
 QUOTED = rf"\\(?:text|textrm|mathrm|mbox)\s*\{{\s*{UNIT}(?:\s?(?:/|per)\s?{UNIT})?\s*\}}"
 # (pattern, replacement): one spelling for what has several, applied in this order.
 SPELLINGS = [
@@ -262,26 +270,23 @@ SPELLINGS = [
     (r"(?<![\d.,(\[])(?<![(\[]-|\\\{)[1-9]\d{0,2}(?:(?:[, ]|\{,\})\d{3})+(?![\d,/])",
      lambda number: re.sub(r"\D", "", number[0])),
     # \frac12 and \frac{1}{2}, between spaces, so that 1\frac12 becomes 1 1/2 and \frac{1}{2}3 becomes 1/2 3.
-    (r"\\[dtc]?frac\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})", r" \1\2/\3\4 "),
+    (r" ?\\[dtc]?frac\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\})\s*(?:(\d)|\{\s*(-?[\d.]+)\s*\}) ?", r" \1\2/\3\4 "),
     (r"(\\sqrt|[\^_])\s*\{(\w)\}", r"\1\2"),  # \sqrt{2}, x^{2}
     (r"\\(?:[dtc](?=frac)|(?=[a-zA-Z{}]))", ""),  # \dfrac of anything else, and every other backslash
     (r"^\s*(?:\(([^(){},]*)\)|\{([^(){}]*)\})[\s.]*$", r"\1\2"),  # (C), {1, 2}
-    (r" +", " "),
 ]
 # The groups are sign, whole, top, bottom, factor: of "-1 3/4" the first four, of "1/2 3" the last three.
 EXACT = r"([-+]?)\s*(?:(\d+)\s+(?=\d+\s*/))?([\d.]+" + POWER + r")(?:\s*/\s*(-?[\d.]+)(?:\s+(\d+))?)?"
 # A choice and what it says: (B) 12, \textbf{(B)}\ 12, B: 12; but not (B) + 1, and not "(B) and (C)".
-CHOICE = (r"(?s)^[\s$*]*(?:\\(?:text\w*|math\w+)\s*\{)?\s*\(?([A-J])(?:[).:]\s*\}?|\})"
+CHOICE = (r"(?s)^[\s$*(]*(?:\\(?:text\w*|math\w+)\s*\{[\s(]*)?([A-J])(?:[).:]\s*\}?|\})"
           r"(?!\s*[-+*/^_=!'])(?!.*\b[A-J]\b).*")
-CHOICES = [[[letter]] for letter in "abcdefghij"]
 
 
 def compare(found, gold):
     """1.0 for equal answers, 0.0 for others, None for an empty gold one."""
     target = canonical(gold)
-    if target in CHOICES:
-        found = re.sub(CHOICE, r"\1", found)
-    return float(canonical(found) == target) if any(target) else None
+    equal = target in map(canonical, {found, re.sub(CHOICE, r"\1", found)})
+    return float(equal) if any(target) else None
 
 
 def canonical(text):
@@ -311,9 +316,7 @@ def exact(part):
         sign, whole, top, bottom, factor = number.groups()
         # What is no number after all stays text: "1.2.3", "1/0", more digits than int() takes.
         with suppress(ZeroDivisionError, ValueError):
-            size = Fraction(whole or 0) + Fraction(top) / Fraction(bottom or 1)
-            if factor:
-                size *= Fraction(factor)
+            size = Fraction(whole or 0) + Fraction(top) / Fraction(bottom or 1) * Fraction(factor or 1)
             return -size if sign == "-" else size
     return re.sub(r"(?<!\d) | (?!\d)", "", part).casefold()  # "1/2 3" is not 1/23
 
@@ -322,9 +325,8 @@ def evaluate(expression):
     """The exact value of an arithmetic expression, None for anything else."""
     # A model wrote it, so eval() sees only these characters: no names, no 0x10, 1_0 or 1e5; and few of them,
     # because Python's parser is recursive.
-    allowed = re.fullmatch(r"[-+*/()0-9 ]{1,500}", expression)
-    refused = re.search(r"\*\*|//|(?:^|[-+*/(]) *\+", expression)  # powers, floor division, a sign +
-    if allowed and not refused:
+    refused = r"\*\*|//|(?:^|[-+*/(]) *\+"  # powers, floor division, a sign +
+    if re.fullmatch(rf"(?!.*(?:{refused}))[-+*/()0-9 ]{{1,500}}", expression):
         with suppress(Exception):  # a syntax error, 1/0, 2(3), too deep for the parser
             return eval(re.sub(r"\d+", r"Fraction(\g<0>)", expression))
     return None
@@ -559,7 +561,8 @@ def serve(memory):
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in channel:
         try:
-            outcomes = call_function(*json.loads(line))
+            # Ctrl-C does not get here, so KeyboardInterrupt is an exception of the function like any other.
+            outcomes = call_function(*json.loads(line), passed_on=())
         except ValueError as error:
             outcomes = [Outcome(None, "load", str(error))]
         print(json.dumps(outcomes), file=channel, flush=True)
@@ -567,8 +570,11 @@ def serve(memory):
 
 # ---- Calling a function, in a worker or in the caller's process --------------------------------------------
 
-def call_function(spec, group, state):
-    """Calls a function for one group: an Outcome for each completion. Without a group it only loads it."""
+def call_function(spec, group, state, passed_on=KeyboardInterrupt):
+    """Calls a function for one group: an Outcome for each completion. Without a group it only loads it.
+
+    passed_on: exceptions that are no failure of the function.
+    """
     function, path = load(spec)
     if group is None:
         return [Outcome(None)]
@@ -589,14 +595,22 @@ def call_function(spec, group, state):
     try:
         values = function(**keywords)
         if hasattr(values, "__await__"):  # TRL takes async functions
-            import asyncio  # slow to import, rarely needed
-            values = asyncio.run(values)
+            values = event_loop().run_until_complete(values)
         values = list(values)
-    except (Exception, SystemExit) as error:
+    except passed_on:
+        raise
+    except BaseException as error:  # CancelledError and SystemExit are no Exception
         return [Outcome(None, "exception", describe(error, path), type(error).__name__)] * count
     if len(values) != count:
         return [Outcome(None, "length", f"it returned {len(values)} values for {count} completions")] * count
     return [check_value(value) for value in values]
+
+
+@cache
+def event_loop():
+    """One for all calls: what an async function keeps between them, such as a client, is bound to it."""
+    import asyncio  # slow to import, rarely needed
+    return asyncio.new_event_loop()
 
 
 def check_value(value):
@@ -614,24 +628,27 @@ def check_value(value):
 
 def load(spec):
     """(function, its file) for a built-in's name or "path/file.py:function". Raises ValueError."""
-    if spec in BUILTINS:
-        return BUILTINS[spec], __file__
+    function = BUILTINS.get(spec)
     path, _, name = os.path.abspath(spec).rpartition(":")
-    function = None
-    if path.endswith(".py"):
-        try:
+    try:
+        if spec == "math_verify":
+            import math_verify  # noqa: F401  (to see whether it can be)
+        if path.endswith(".py"):
             function = getattr(import_file(path), name, None)
-        except (Exception, SystemExit) as error:
-            raise ValueError(f"{spec} cannot be imported: {describe(error, path)}") from error
+    except (Exception, SystemExit) as error:
+        hint = ": pip install math-verify" if spec in BUILTINS else ""
+        raise ValueError(f"{spec} cannot be imported: {describe(error, path)}{hint}") from error
     if not callable(function):
         raise ValueError(f"{spec}: no such function; give {', '.join(BUILTINS)} or path/file.py:function")
-    return function, path
+    return function, path or __file__
 
 
 @cache
 def import_file(path):
     """The file as a module, one for all functions in it."""
-    name = "reward:" + path  # so that a user's model.py replaces no module of the same name
+    name = os.path.basename(path)[:-3]  # under which another process that the file starts can import it too
+    if name in sys.modules or "." in name:
+        name = "reward:" + path.replace(".", "_")  # a user's model.py replaces no module of that name
     found = spec_from_file_location(name, path)
     module = sys.modules[name] = module_from_spec(found)
     sys.path.insert(0, os.path.dirname(path))  # the file may import its neighbours

@@ -8,6 +8,7 @@ import ast
 import functools
 import itertools
 import os
+import pickle
 import random
 import re
 import signal
@@ -582,6 +583,41 @@ def test_math_against_math_verify():
     assert set(seen) - {None} <= set(RULES), seen
 
 
+SYMBOLIC = [
+    (r"\boxed{1+x}", "x+1", 1),
+    (r"\boxed{x+2}", "x+1", 0),
+    (r"so $f(x) = (x-1)(x+1)$.", "$x^2-1$", 1),
+    (r"<think>\boxed{x+1}</think>\boxed{x+2}", "x+1", 0),
+    ("#### 1/2", r"we get \boxed{\frac{2}{4}}", 1),
+    ("no answer", "4", 0),
+    (r"\boxed{4}", "", None),
+    (r"\boxed{4}", ["4", "5"], None),
+]
+
+
+def test_math_verify(capfd):
+    pytest.importorskip("math_verify")
+    with Scorer(["math_verify", "math"], timeout=PATIENT) as scorer:
+        judged = scorer.score([group(completion, answer=gold) for completion, gold, _ in SYMBOLIC])
+        assert [scores.parts["math_verify"][0] for scores in judged] == [reward for *_, reward in SYMBOLIC]
+        assert not scorer.failures and "imeout" not in capfd.readouterr().err
+    with Scorer(["math_verify"], timeout=5) as scorer:  # the time limit is the worker's
+        endless = r"\boxed{\sum_{n=1}^{10^{12}} \frac{\sin(n!)}{n}}"
+        assert scored(scorer, group(endless, r"\boxed{1+x}", answer="x+1")) == [[None, 1]]
+        assert scorer.failures == {"timeout: math_verify": 1}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_math_verify_that_is_not_installed(tmp_path, monkeypatch, workers):
+    if workers:
+        (tmp_path / "math_verify.py").write_text("raise ImportError('there is none')")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    else:
+        monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ValueError, match=r"^math_verify cannot be imported: .*Error: .*[nN]one.*: pip install math-verify$"):
+        Scorer(["gsm8k", "math_verify"], workers=workers)
+
+
 def arithmetic_answers(entry, rng):
     """Right and wrong answers to one Countdown puzzle, most of them near the right one."""
     right, numbers = entry["answer"], entry["metadata"]["numbers"]
@@ -772,6 +808,71 @@ def test_functions_written_for_trl(scorer_of, workers):
     assert second.parts == {"correctness": [1], "turns": [1], "count": [1]}
 
 
+KEEPS = """
+import asyncio, multiprocessing, pickle
+
+queue = None
+
+async def client(completions, **kwargs):
+    global queue
+    if queue is None:
+        queue = asyncio.Queue()
+        asyncio.ensure_future(serve())  # lives between the calls, as a client's connection does
+    future = asyncio.get_running_loop().create_future()
+    queue.put_nowait((len(completions), future))
+    return [await future] * len(completions)
+
+async def serve():
+    while True:
+        number, future = await queue.get()
+        future.set_result(number)
+
+async def raises(completions, **kwargs):
+    if "interrupt" in completions: raise KeyboardInterrupt
+    if "cancelled" in completions: raise asyncio.CancelledError
+    return [1.0] * len(completions)
+
+def score(text):
+    return float(len(text))
+
+def pool(completions, **kwargs):
+    assert pickle.loads(pickle.dumps(score)) is score
+    rewards = []
+    for method in ("fork", "spawn"):
+        with multiprocessing.get_context(method).Pool(2) as pool:
+            rewards.append(pool.map(score, completions))
+    assert rewards[0] == rewards[1]
+    return rewards[0]
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_async_function_keeps_its_client(write, workers):
+    path = write(KEEPS)
+    with Scorer([f"{path}:client"], workers=workers, timeout=PATIENT) as scorer:
+        assert scored(scorer, group("a", "b"), group("a"), group("a", "b")) == [[2, 2], [1], [2, 2]]
+        assert scored(scorer, group("a")) == [[1]] and not scorer.failures
+    if workers:
+        with Scorer([f"{path}:client", f"{path}:raises"], timeout=PATIENT) as scorer:
+            judged = scorer.score([group("a"), group("interrupt"), group("cancelled"), group("b")])
+            assert [scores.parts["client"] for scores in judged] == [[1]] * 4
+            assert [scores.parts["raises"] for scores in judged] == [[1], [None], [None], [1]]
+            assert scorer.failures == {"exception: raises: CancelledError": 1, "exception: raises: KeyboardInterrupt": 1}
+
+
+def test_a_file_may_start_processes_with_its_own_functions(write):
+    path = write(KEEPS, "rewards.py")  # a name that is taken here, but not in a worker
+    with Scorer([f"{path}:pool"], timeout=PATIENT) as scorer:
+        assert scored(scorer, group("a", "bb", "ccc")) == [[1, 2, 3]] and not scorer.failures
+
+
+def test_a_function_can_be_pickled_where_its_file_has_the_name_of_another_module(write):
+    for name in ("rewards.py", "v1.2.py"):
+        function, _ = rewards.load(f"{write(KEEPS, name)}:score")
+        assert pickle.loads(pickle.dumps(function)) is function
+    assert sys.modules["rewards"] is rewards
+
+
 def test_a_function_that_changes_what_it_is_given_changes_nothing(scorer_of):
     asked = Group(CHAT, ["a", "b"], [[1, 2], [3]], {})
     scorer = scorer_of("destroys", workers=0)
@@ -843,7 +944,7 @@ def test_numpy_and_torch_values(write):
 # ---- Hostile functions -------------------------------------------------------------------------------------
 
 HOSTILE = r"""
-import ctypes, os, re, signal, subprocess, sys, time
+import asyncio, ctypes, os, re, signal, subprocess, sys, time
 
 def act(text):
     if text == "loop":
@@ -872,6 +973,10 @@ def act(text):
     if text == "signal": os.kill(os.getpid(), 40)
     if text == "raise": raise KeyError("no such\\nkey")
     if text == "silent": raise Unspeakable()
+    if text == "interrupt": raise KeyboardInterrupt
+    if text == "Ctrl-C": signal.raise_signal(signal.SIGINT)
+    if text == "cancelled": raise asyncio.CancelledError
+    if text == "closed": raise GeneratorExit
     if text == "call the parent":
         os.kill(os.getppid(), signal.SIGUSR1)
         while True: pass
@@ -907,6 +1012,9 @@ CAUSES = {
     "signal": f"crash: f: {signal.strsignal(40)}",
     "raise": "exception: f: KeyError",
     "silent": "exception: f: Unspeakable",
+    "interrupt": "exception: f: KeyboardInterrupt",
+    "cancelled": "exception: f: CancelledError",
+    "closed": "exception: f: GeneratorExit",
 }
 
 
@@ -936,6 +1044,10 @@ def test_hostile_functions_cost_only_the_culprit(hostile, monkeypatch, capfd):
         assert scored(scorer, group("exit", "a", "raise", "crash"), group("exit"), group("a")) == [[None, 1, None, None], [None], [1]]
         assert scorer.failures["crash: f: exit code 3"] == 3  # counted since the beginning
         assert capfd.readouterr().err == ""
+
+        # Counted like the other: it is the same exception, told as one.
+        assert scored(scorer, group("a", "Ctrl-C")) == [[1, None]]
+        assert scorer.failures["exception: f: KeyboardInterrupt"] == 2
 
         # How deep nesting ends depends on the Python version; the run goes on in every one.
         before = scorer.failures.total()
@@ -976,6 +1088,16 @@ def test_ctrl_c_leaves_the_scorer_usable(hostile):
         signal.signal(signal.SIGUSR1, old)
 
 
+def test_ctrl_c_ends_what_is_scored_here(hostile):
+    """With workers=0 a function's KeyboardInterrupt may be the run's own; other exceptions are the function's."""
+    spec, group = hostile
+    with Scorer([spec], workers=0) as scorer:
+        with pytest.raises(KeyboardInterrupt):
+            scorer.score([group("a", "interrupt")])
+        assert scored(scorer, group("a", "cancelled")) == [[1, None]]
+        assert scorer.failures == {"exception: f: CancelledError": 1}
+
+
 # ---- Workers -----------------------------------------------------------------------------------------------
 
 PROBE = """
@@ -995,12 +1117,12 @@ def both(completions, here, **kwargs):  # ends once two groups are worked on
 
 def test_a_worker_starts_once_and_again_after_it_ended(write):
     """It has no GPU, no torch and a memory limit, and gets columns that JSON does not know."""
-    path = write(PROBE)
+    path = write(PROBE, "probe.py")
     with Scorer([f"{path}:{name}" for name in ("pid", "torch", "gpu", "memory", "json")], timeout=PATIENT) as scorer:
         asked = group("a", day=date(2024, 1, 2), tags={"a": "é\ud800"})
         parts = [scores.parts for scores in scorer.score([asked] * 20)]
         first = int(parts[0]["pid"][0])
-        assert first != os.getpid() and f"reward:{path}" not in sys.modules  # the file is not imported here
+        assert first != os.getpid() and "probe" not in sys.modules  # the file is not imported here
         assert parts == [
             {"pid": [first], "torch": [0], "gpu": [1], "memory": [rewards.MEMORY_LIMIT], "json": [1]}] * 20
         os.kill(first, signal.SIGKILL)  # while it is idle: costs no reward
@@ -1058,7 +1180,7 @@ def test_mistakes_in_specs_are_told_at_once(write, tmp_path, workers):
     broken = write("import math\n\nfrom nowhere import nothing\n", "broken.py")
     syntax = write("def f(:\n  pass\n", "syntax.py")
     leaves = write("import sys\nsys.exit(4)\n", "leaves.py")
-    built_ins = "gsm8k, math, countdown, format, length, overlong"
+    built_ins = "gsm8k, math, math_verify, countdown, format, length, overlong"
     rows = [
         (["gsm9k"], f"^gsm9k: no such function; give {built_ins} or path/file.py:function"),
         (["gsm8k", f"{broken}:f"], r"broken.py:f cannot be imported: ModuleNotFoundError: No module named 'nowhere' "
@@ -1138,10 +1260,13 @@ def test_a_file_may_import_its_neighbours_and_be_called_like_a_module(write):
 # ---- The module --------------------------------------------------------------------------------------------
 
 def test_standard_library_only_and_no_side_effects():
-    names = set()
-    for node in ast.walk(ast.parse(MODULE.read_text())):
-        names |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
-        names |= {node.module} if isinstance(node, ast.ImportFrom) else set()
-    assert {name.partition(".")[0] for name in names} <= set(sys.stdlib_module_names)
+    """But for math_verify, which its reward imports when it is called."""
+    tree, names = ast.parse(MODULE.read_text()), set()
+    for node in ast.walk(tree):
+        found = {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
+        found |= {node.module} if isinstance(node, ast.ImportFrom) else set()
+        assert found != {"math_verify"} or node not in tree.body
+        names |= found
+    assert {name.partition(".")[0] for name in names} <= {*sys.stdlib_module_names, "math_verify"}
     done = subprocess.run([sys.executable, "-c", "import rewards"], cwd=MODULE.parent, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
