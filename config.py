@@ -158,6 +158,11 @@ class Config:
         return self.max_prompt_length + max(self.max_completion_length, self.eval_max_completion_length)
 
     @property
+    def prompts_taken(self):
+        """How many prompts of an epoch a step uses up, whether or not dynamic sampling needs them all."""
+        return self.prompts_per_step * (1 + self.dynamic_sampling_rounds)
+
+    @property
     def evaluation(self):
         """These options where completions are sampled as at evaluation."""
         return dataclasses.replace(

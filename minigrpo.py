@@ -376,7 +376,8 @@ def train(c, world):
         row = {"step": step}
         began = world.clock()
         watch = functools.partial(timed, row, world=world)
-        inputs.scorer.state.update(global_step=step, max_steps=inputs.schedule)  # evaluation scores too
+        epoch = step * c.prompts_taken / len(inputs.prompts.train)
+        inputs.scorer.state.update(global_step=step, max_steps=inputs.schedule, epoch=epoch)
         with watch("wake"):                                                                     # 1. wake
             engine.wake(policy.named_parameters(), version=step)
         row["weight_version"] = engine.weight_version
@@ -855,8 +856,7 @@ def load(c, run, world):
         prompts.fingerprint += other.fingerprint
     schedule = c.max_steps
     if schedule == -1:
-        taken = c.prompts_per_step * (1 + c.dynamic_sampling_rounds)  # prompts that one step uses up
-        schedule = math.ceil(c.num_train_epochs * len(prompts.train) / taken)
+        schedule = math.ceil(c.num_train_epochs * len(prompts.train) / c.prompts_taken)
     inputs = Inputs(source, model_config, tokenizer, prompts, held_out, scorer, schedule, schedule)
     if c.replay:
         inputs = replace(inputs, updates=rehearse(c, inputs), held_out={})

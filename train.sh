@@ -51,7 +51,7 @@ setsid $python -m torch.distributed.run --nproc_per_node="$([ "$gpus" -gt 0 ] &&
 trap 'kill -TERM $! 2> /dev/null' TERM INT
 wait $! || code=$?
 while kill -0 $! 2> /dev/null; do code=0; wait $! || code=$?; done  # a signal interrupts the first wait
-saved=$(find -L "$out" -name trainer.json -path '*latest*' -newer "$began" 2> /dev/null | head -n 1)
+saved=$(find -L "$out" -name trainer.json -path '*latest*' -newer "$began" 2> /dev/null | head -n 1 || true)
 rm -f "$began"
 if [ "$code" -ne 0 ] && [ -n "$saved" ] && grep -q '"stopped": true' "$saved"; then exit 0; fi
 exit "$code"

@@ -152,7 +152,8 @@ def test_prompt_files_and_a_reward_file_written_for_trl(tiny_model, tmp_path, mo
 def test_rewards_know_the_step_at_evaluation_too_and_an_epoch_is_the_data_once(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text("def f(completions, trainer_state, **columns):\n"
-                                        "    return [trainer_state.global_step / trainer_state.max_steps for _ in completions]\n")
+                                        "    done = trainer_state.global_step / trainer_state.max_steps\n"
+                                        "    return [(done + trainer_state.epoch) / 2 for _ in completions]\n")
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n' * 16)
     code, _, errors = ranks.program(*ranks.as_tiny(tiny_model), "--data", "p.jsonl", "--eval_data", "p.jsonl", "--reward", "reward.py:f",
                                     "--prompts_per_step", 2, "--max_steps", -1, "--dynamic_sampling_rounds", 1, "--eval_steps", 1,
