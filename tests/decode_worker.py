@@ -127,11 +127,20 @@ def drive(kind, blocks=0):
     pool = driven.kv_cache_manager.block_pool
     if blocks:
         pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
+    preempted, preempt = [0], driven._preempt_request
+
+    def counted_preempt(*args, **kwargs):
+        preempted[0] += 1
+        return preempt(*args, **kwargs)
+
+    driven._preempt_request = counted_preempt
     log, drawn, flight, names = [], collections.Counter(), None, []
     real, engine.core.add_request = engine.core.add_request, lambda request: driven.add_request(core.preprocess_add_request(request)[0])
     engine.names, engine.decode = itertools.count(10**6), lambda completions, stop: names.extend(completions)
     for prompts in (MANY, LONG[:3]):
-        engine.generate(**USUAL | {"prompts": prompts, "seeds": [7] * len(prompts), "n": 1, "eos_token_ids": SOME, "max_tokens": 45})
+        # Where blocks are few, at first there is one for each sequence, and later not.
+        limits = {"eos_token_ids": [], "max_tokens": 180} if blocks else {"eos_token_ids": SOME, "max_tokens": 45}
+        engine.generate(**USUAL | limits | {"prompts": prompts, "seeds": [7] * len(prompts), "n": 1})
         while driven.has_requests() or flight:
             output = driven.schedule()
             cached = output.scheduled_cached_reqs
@@ -156,7 +165,7 @@ def drive(kind, blocks=0):
                 driven.finish_requests(ids[:2], RequestStatus.FINISHED_ABORTED)  # as a stop string does
     engine.core.add_request = real
     del engine.decode
-    return {"log": log, "free": pool.get_num_free_blocks(), "short": driven.steps if hasattr(driven, "steps") else 0}
+    return {"preempted": preempted[0], "log": log, "free": pool.get_num_free_blocks(), "short": driven.steps if hasattr(driven, "steps") else 0}
 
 
 class Counted(colocate.decoding_scheduler(True)):
@@ -168,7 +177,7 @@ class Counted(colocate.decoding_scheduler(True)):
 
 
 colocate.OF_REQUEST = colocate.OF_REQUEST[:-1]
-for blocks in (0, 19):
+for blocks in (0, 29):
     seen[f"asynchronous {blocks}"] = [drive(AsyncScheduler, blocks), drive(Counted, blocks)]
 # Of a log-probability of another token the run must end, on either way.
 for way in (True, False):

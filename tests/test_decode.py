@@ -49,13 +49,14 @@ def test_most_steps_go_the_short_way(seen):
     assert not any(calls.get("schedule_decoding") for calls in seen["plain_calls"].values())
 
 
-@pytest.mark.parametrize("blocks", [0, 19])
+@pytest.mark.parametrize("blocks", [0, 29])
 def test_an_asynchronous_scheduler_plans_the_same_steps(seen, blocks):
     """As on a GPU, without a model: the same requests, blocks and tokens step by step, also where blocks run out."""
     plain, short = seen[f"asynchronous {blocks}"]
     assert len(plain["log"]) > 400 and short["log"] == plain["log"] and short["free"] == plain["free"]
     steps = sum(isinstance(entry[0], dict) for entry in plain["log"])
     assert short["short"] > (0.8 if not blocks else 0.3) * steps
+    assert short["preempted"] == plain["preempted"] and (short["preempted"] > 0) == (blocks > 0)
 
 
 def test_nothing_is_left_behind(seen):
