@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two ranks share this machine's cores, and sums keep one order
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts with & ignores it, and so would the runs
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # Sums of single digits. The variable HOLD may name a file with the number of a step: that step is kept until the file is
